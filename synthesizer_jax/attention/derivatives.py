@@ -1,15 +1,16 @@
 """Hand-written gradients of first order, and functions with an implementation for each platform.
 
-`with_gradient` is `jax.custom_vjp` for passes that JAX neither differentiates nor looks into. JAX
-looks into the passes of a plain `jax.custom_vjp`, with two bad effects. Partial evaluation hoists
-the masks of a loop out of the loop, and keeps them for all examples. A `jax.checkpoint` policy may
-save the logits of every tile.
+`with_gradient` works like `jax.custom_vjp`, but its forward and backward pass are opaque to JAX.
+JAX traces the passes of a plain `jax.custom_vjp`, which has two bad effects. Partial evaluation
+hoists the masks of a loop out of the loop, and keeps the masks for all examples. A `jax.checkpoint`
+policy may save the logits of every tile.
 
-`platform_dependent` is `jax.lax.platform_dependent` for such passes. It traces an implementation
-only when a program is lowered for its platform, so the kernels of other platforms cost a program
-nothing.
+`platform_dependent` works like `jax.lax.platform_dependent`, but its functions are opaque to JAX.
+An implementation is traced only when a program is lowered for the platform of the implementation.
+The kernels of other platforms therefore cost no tracing time.
 
-Both use a JAX primitive, `_opaque_p`, whose equation in a program holds the implementations.
+`with_gradient` and `platform_dependent` use the JAX primitive `_opaque_p`. Each equation of
+`_opaque_p` in a program contains all implementations of a function.
 """
 
 from __future__ import annotations
@@ -44,24 +45,26 @@ def with_gradient(
     reads_output: bool = True,
     name: str | None = None,
 ) -> Callable[[PyTree], _Output]:
-    """Returns a function with a hand-written gradient. Other derivatives of it raise a `TypeError`.
+    """Returns a function with a hand-written gradient.
+
+    All derivatives of the function except gradients of first order raise a `TypeError`.
 
     Args:
-      forward: maps the inputs to the output and the residuals. Residuals are what the backward pass
-        needs besides the inputs and the output.
-      backward: maps ``(inputs, out, residuals, dout)`` to the cotangents, a pytree like the inputs
-        in which the cotangents of integers and booleans are None.
-      reads_output: whether the backward pass reads the output. If it does not, the output is not
-        saved, and `backward` gets None for it.
-      name: the checkpoint name of output and residuals, for policies of `jax.checkpoint`. None if
-        they have no name.
+      forward: a function that maps the inputs to the output and the residuals. The residuals are
+        arrays that the backward pass needs in addition to the inputs and the output.
+      backward: a function that maps ``(inputs, out, residuals, dout)`` to the cotangents. The
+        cotangents are a pytree like the inputs, with None for integers and booleans.
+      reads_output: whether the backward pass reads the output. If `reads_output` is false, the
+        output is not saved, and `backward` gets None as `out`.
+      name: the checkpoint name of the output and the residuals for `jax.checkpoint` policies, or
+        None for no name.
     """
     forward = _keep_precision(forward)
     backward = _keep_precision(backward)
 
     @jax.custom_vjp
     def call(inputs: PyTree) -> _Output:
-        """Returns the output. It is what runs if there is no derivative."""
+        """Returns the output. JAX calls this function if no derivative is taken."""
         return platform_dependent(inputs, default=forward)[0]
 
     def forward_pass(inputs: PyTree) -> tuple[_Output, PyTree]:
@@ -87,10 +90,10 @@ def platform_dependent(
 ) -> Any:
     """Calls the kernel or the implementation for the platform of the program, or else the default.
 
-    All of them must return the same shapes and dtypes as the default. They must not close over
-    arrays, because they are traced when the program is lowered. They are then traced with the
-    precision of matrix products and the mesh that are set now. JAX does not look into them, and
-    they have no derivatives.
+    All functions must return the same shapes and dtypes as the default. The functions must not
+    close over arrays, because they are traced only when the program is lowered. Tracing uses the
+    mesh and the precision of matrix products that are set when `platform_dependent` is called. The
+    functions are opaque to JAX, and they have no derivatives.
 
     Args:
       *args: the arguments, pytrees of arrays.
@@ -100,7 +103,8 @@ def platform_dependent(
       **implementations: functions by platform that the compiler can divide over devices.
 
     Raises:
-      ValueError: when a program for several TPUs is lowered that has a kernel, if no mesh was set.
+      ValueError: if a program with a kernel is lowered for several TPUs and no mesh was set. The
+        error is raised at lowering time.
     """
     leaves, treedef = jax.tree.flatten(args)
 
@@ -109,7 +113,7 @@ def platform_dependent(
         run = _keep_precision(function)
         return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 
-    # The default is traced now: it defines the shapes of the results.
+    # The default is traced immediately, because its results define the shapes of all results.
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     others = {name: _Implementation(flat(function)) for name, function in implementations.items()}
@@ -120,9 +124,10 @@ def platform_dependent(
 
 
 def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that always runs with the precision of matrix products that is set now.
+    """Returns a function that always runs with the current precision of matrix products.
 
-    It may be traced later, when `jax.default_matmul_precision` is no longer set.
+    The returned function may be traced later, when `jax.default_matmul_precision` has another
+    value.
     """
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
@@ -134,7 +139,7 @@ def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _raise_first_order(*_: object, **__: object) -> NoReturn:
-    """Raises the error for derivatives that do not exist."""
+    """Raises the error for derivatives that are not implemented."""
     raise TypeError(FIRST_ORDER)
 
 
@@ -142,9 +147,9 @@ class _Implementation(NamedTuple):
     """A function of arrays for one platform.
 
     Attributes:
-      function: maps arrays to a list of arrays.
-      needs_mesh: whether the function is a kernel that was made while no mesh was set. It cannot
-        run on several devices then.
+      function: a function that maps arrays to a list of arrays.
+      needs_mesh: whether the function is a kernel that was created while no mesh was set. Such a
+        kernel cannot be divided over several devices.
     """
 
     function: Callable[..., list[jax.Array]]
@@ -153,13 +158,13 @@ class _Implementation(NamedTuple):
 
 _Implementations: TypeAlias = tuple[tuple[str, _Implementation], ...]
 _opaque_p = Primitive("opaque")
-"""Evaluates a jaxpr, or another function if there is one for the platform of the program."""
+"""Evaluates the function for the platform of the program, or else the jaxpr of the default."""
 _opaque_p.multiple_results = True
 
 
 @_opaque_p.def_impl
 def _opaque_impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
-    """Evaluates the primitive outside of compiled functions, on the default backend."""
+    """Evaluates the primitive on the default backend, if it is called outside of `jax.jit`."""
     platform = jax.default_backend()
     return _evaluate_on("cuda" if platform == "gpu" else platform)(*args, **params)
 
@@ -168,7 +173,7 @@ def _opaque_impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
 def _opaque_abstract_eval(
     *args: ShapedArray, jaxpr: ClosedJaxpr, others: _Implementations
 ) -> list[ShapedArray]:
-    """Returns the shapes and dtypes of the results, from the jaxpr of the default."""
+    """Returns the shapes and dtypes of the results, which the jaxpr of the default defines."""
     del args, others
     return list(jaxpr.out_avals)
 
@@ -180,7 +185,7 @@ def _opaque_batch(
     jaxpr: ClosedJaxpr,
     others: _Implementations,
 ) -> tuple[list[jax.Array], list[int]]:
-    """Returns the primitive with all of its functions mapped, which is its rule for `jax.vmap`."""
+    """Implements `jax.vmap` for the primitive, by mapping the default and all implementations."""
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)))(*args)
     others = tuple(
         (name, other._replace(function=jax.vmap(other.function, tuple(axes))))
@@ -217,13 +222,14 @@ def _lower_on(platform: str) -> Callable[..., Sequence[Any]]:
 def _check_one_device(ctx: mlir.LoweringRuleContext, platform: str) -> None:
     """Raises an error or warns if a kernel that needs a mesh is lowered for several devices.
 
-    On TPUs the compiler cannot do that. On other platforms it gathers the arguments on every
-    device, which is right but slow.
+    On TPUs, the compiler cannot lower a kernel for several devices without a mesh. On other
+    platforms, the compiler gathers the arguments of the kernel on every device, which is correct
+    but slow.
 
     Raises:
       ValueError: if the platform is ``tpu``.
     """
-    # The attribute is missing inside of `jax.pmap` and where all mesh axes are manual.
+    # The attribute `num_devices` is missing inside of `jax.pmap`, and if all mesh axes are manual.
     num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if num_devices == 1:
         return
@@ -249,10 +255,10 @@ for _name in ("cuda", "rocm", "tpu"):
 
 
 _tangent_p = Primitive("reverse_only")
-"""The identity of tangents in reverse mode.
+"""The identity function for tangents, which can be transposed but not evaluated.
 
-JAX transposes it, and never computes it. Forward mode would compute it, and so would Hessians. This
-is how they get their error message.
+Reverse mode only transposes this primitive. Forward mode and Hessians would have to evaluate the
+primitive, so they raise the error `FIRST_ORDER`.
 """
 _tangent_p.def_impl(_raise_first_order)
 _tangent_p.def_abstract_eval(lambda aval: aval)
@@ -262,13 +268,13 @@ mlir.register_lowering(_tangent_p, _raise_first_order)
 
 
 def _reverse_only(x: jax.Array) -> jax.Array:
-    """Returns an array that has derivatives in reverse mode only."""
+    """Returns the array unchanged, with an error for all derivatives except reverse mode."""
     return _identity(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
 @jax.custom_jvp
 def _identity(x: jax.Array) -> jax.Array:
-    """Returns the array. Its tangent is the result of `_tangent_p`."""
+    """Returns the array unchanged. The rule for its tangent applies `_tangent_p`."""
     return x
 
 

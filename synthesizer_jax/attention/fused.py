@@ -1,25 +1,28 @@
-"""The fused route: attention without an array ``[batch, heads, q, k]``, forward or backward.
+"""The fused route computes attention without an array ``[batch, heads, q, k]``.
 
-Only one tile of the logits exists at a time. A tile holds the logits of one head and example in the
-loop below, and a part of them in a kernel. With logits S, the forward pass computes for each tile::
+Neither the forward pass nor the backward pass stores all logits. Only one tile of the logits exists
+at a time. In the loop of this module, a tile holds all logits of one head and one example. In a
+Pallas kernel, a tile holds a part of the logits of one head and one example. With logits S, the
+forward pass computes for each tile::
 
   c = max_k S        E = exp(S - c)        l = Σ_k E        O = (E V) / l
 
-It keeps the output O and two numbers per row, c and 1 / l. The backward pass multiplies queries and
-keys again, and recomputes the weights ``P = exp(S - c) / l`` (Dao et al. 2022, FlashAttention,
-section 3.1)::
+The forward pass keeps the output O and two numbers per row of the logits, c and 1 / l. The backward
+pass multiplies queries and keys again, and recomputes the weights ``P = exp(S - c) / l`` (Dao et
+al. 2022, FlashAttention, section 3.1)::
 
   dV = Pᵀ dO        dP = dO Vᵀ        δ = Σ_e dO ∘ O        dS = P ∘ (dP - δ)
 
-FlashAttention keeps only ``log Σ exp(S)``. This route keeps both numbers, because the rounding of
-the logarithm to float32 loses digits if logits are in the hundreds.
+FlashAttention keeps only ``log Σ exp(S)``. The fused route keeps c and 1 / l instead, because the
+rounding of the logarithm to float32 loses digits if logits are in the hundreds.
 
-There is one implementation for each kind of device:
+The fused route has one implementation for each kind of device:
 
-* TPUs run the Pallas kernels of `fused_tpu`, and NVIDIA's GPUs those of `fused_gpu`.
-* CPUs run `loop_forward` and `loop_backward`. So do other devices if the kernels cannot take the
-  inputs. A loop over the heads contains a loop over the examples. In this order, a bias that the
-  examples share is computed once per head, and its gradient is summed over the batch in place.
+* TPUs run the Pallas kernels of `fused_tpu`. NVIDIA's GPUs run the Pallas kernels of `fused_gpu`.
+* CPUs run `loop_forward` and `loop_backward`. Other devices run the same loops if no kernel can
+  take the inputs. The outer loop runs over the heads, and the inner loop runs over the examples. A
+  bias that the examples share is therefore computed once per head, and the gradient of the bias is
+  summed over the batch in place.
 * GPUs that run the loop compute all heads of an example at once, as batched matrix products.
 """
 
@@ -63,7 +66,7 @@ from synthesizer_jax.base.typing import PyTree
 _CUDA = "cuda"
 
 CHECKPOINT_NAME = "attention"
-"""The name under which `jax.checkpoint` policies can save the output and residuals of attention."""
+"""The name that lets a `jax.checkpoint` policy save the output and the residuals of attention."""
 
 
 _Term = TypeVar("_Term", bound=Term)
@@ -71,14 +74,14 @@ _Tree = TypeVar("_Tree")
 
 
 class Options(NamedTuple):
-    """What is known about a call while it is traced.
+    """The options of a call that are known while the call is traced.
 
-    Options are hashable, so that they are static arguments of compiled functions.
+    Options are hashable, so they can be static arguments of compiled functions.
 
     Attributes:
-      soft_cap: as in `attend`.
-      query_offset: `Mask.query_offset` if it is a number. It is 0 if the offset is an array;
-        kernels cannot run then, so they do not read it.
+      soft_cap: the argument `soft_cap` of `attend`.
+      query_offset: `Mask.query_offset` if it is a number, or 0 if it is an array. Only kernels read
+        `query_offset`, and kernels cannot run if `Mask.query_offset` is an array.
       kernels: the platforms whose kernels can take the inputs.
     """
 
@@ -96,7 +99,7 @@ def attend_fused(call: Call) -> jax.Array:
     options = fused_options(call, inputs)
     platform = _CUDA if jax.default_backend() == "gpu" else jax.default_backend()
 
-    # The result is right without a kernel, but much slower, so users should know.
+    # Without a kernel, the result is correct but the call is much slower, so the user is warned.
     if platform in ("tpu", _CUDA) and platform not in options.kernels:
         why = _kernels(platform).obstacle(inputs)
         warn_once(
@@ -105,7 +108,7 @@ def attend_fused(call: Call) -> jax.Array:
         )
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
-        """Returns the output and the statistics of its rows."""
+        """Returns the attention output and the softmax statistics of each row."""
         inputs, sinks = args
         out, stats = fused_forward(call.q_length, options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
@@ -118,7 +121,7 @@ def attend_fused(call: Call) -> jax.Array:
     ) -> tuple[FusedInputs, jax.Array | None]:
         """Returns the cotangents of the inputs and of the sinks."""
         inputs, sinks = args
-        # δ = Σ_e dO ∘ O. It includes the sinks, because the output does.
+        # δ = Σ_e dO ∘ O. The sum δ includes the sinks, because the output O includes them.
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
         cotangents: FusedInputs = fused_backward(options, inputs, stats, delta, dout)
         return cotangents, None if sinks is None else _sinks_gradient(stats, delta, sinks)
@@ -128,11 +131,11 @@ def attend_fused(call: Call) -> jax.Array:
 
 
 def fused_inputs(call: Call) -> FusedInputs:
-    """Returns the inputs in the form that the implementations of this route take.
+    """Returns the inputs in the form that the implementations of the fused route take.
 
-    Terms are sorted into products and biases, and biases are cut to the queries and keys of this
-    call. In packed rows, biases are cut to the longest segment, and looked up by the position in
-    the segment.
+    The terms are divided into products and biases, and the biases are cut to the queries and keys
+    of the call. In packed rows, the biases are cut to the longest segment, because a bias is then
+    looked up by the position in the segment.
     """
     terms = call.terms
     mask = call.mask
@@ -143,13 +146,13 @@ def fused_inputs(call: Call) -> FusedInputs:
         q, k = mask.segment_lengths(q, k)
         terms, positions = with_segment_positions(terms, mask)
 
-        # Positions in a segment start at 0, wherever the segment is in the row.
+        # Positions in a segment start at 0, even if the segment begins in the middle of the row.
         offset = 0
 
     divided = divide_terms(terms)
     assert divided is not None
     products, (tables, diagonals) = divided
-    # The tables may be longer than the rows; their first entries are used.
+    # A table may have more entries than the call has queries or keys. The first entries are used.
     biases = Biases(
         tuple(Static(term.logits[:, :q, :k]) for term in tables),
         tuple(cut_diagonals(term, q, k, query_offset=offset) for term in diagonals),
@@ -158,7 +161,7 @@ def fused_inputs(call: Call) -> FusedInputs:
 
 
 def obstacle(call: Call) -> str | None:
-    """Explains why this route cannot take a call, or returns None if it can."""
+    """Explains why the fused route cannot take a call, or returns None if it can."""
     if any(term.is_weights for term in call.terms):
         return "Banded terms are weights, but this route computes a softmax of logits."
     for term in call.terms:
@@ -175,7 +178,7 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
     """Explains why the kernels of a platform cannot take a call, or returns None if they can.
 
     Args:
-      call: the call.
+      call: the attention call.
       platform: ``tpu`` or ``gpu``.
     """
     kernels = _kernels(_CUDA if platform == "gpu" else platform)
@@ -184,7 +187,7 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
 
 
 def fused_options(call: Call, inputs: FusedInputs) -> Options:
-    """Returns the options of a call, for inputs that `fused_inputs` made from it."""
+    """Returns the options of a call, given the inputs that `fused_inputs` made from the call."""
     offset = call.mask.query_offset
     kernels = [name for name in ("tpu", _CUDA) if _kernels(name).obstacle(inputs) is None]
     return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
@@ -193,7 +196,8 @@ def fused_options(call: Call, inputs: FusedInputs) -> Options:
 def _kernels(platform: str) -> ModuleType:
     """Returns the module with the kernels of a platform.
 
-    It is imported only when it is needed, because it imports Pallas, which short rows do not need.
+    The module is imported only when a kernel is needed, because it imports Pallas. Calls with short
+    rows need no kernel and therefore no Pallas.
     """
     suffix = "gpu" if platform == _CUDA else platform
     return importlib.import_module(f"{__package__}.fused_{suffix}")
@@ -203,15 +207,15 @@ def _kernels(platform: str) -> ModuleType:
 def fused_forward(
     q_length: int, options: Options, inputs: FusedInputs
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the output ``[b, q, h, e]`` and the statistics of its rows.
+    """Returns the output ``[b, q, h, e]`` and the softmax statistics of each row.
 
-    Forward and backward pass are compiled as separate functions, so that layers with equal shapes
-    are traced once.
+    The forward pass and the backward pass are separate compiled functions. Layers with equal shapes
+    are therefore traced only once.
     """
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
     parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
 
-    # GPUs without a kernel for these inputs still run all heads of an example in parallel.
+    # A GPU without a kernel for these inputs still computes all heads of an example in parallel.
     kernels = {
         name: functools.partial(
             _kernels(name).forward, q_length, options.query_offset, options.soft_cap
@@ -228,7 +232,7 @@ def fused_forward(
 def fused_backward(
     options: Options, inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs.
+    """Returns the cotangents of the inputs of `fused_forward`.
 
     Args:
       options: the options of the forward pass.
@@ -252,11 +256,11 @@ def fused_backward(
 def _add_sinks(
     out: jax.Array, stats: SoftmaxStats, sinks: jax.Array
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the output and statistics after one more key for each head is added.
+    """Returns the output and the statistics after one key, a sink, is added to each head.
 
-    The value of the key is zero, so it only takes away a share of the other weights. With
-    ``l' = Σ exp(S)``, these are multiplied by ``l' / (exp(sink) + l')``, which is
-    ``sigmoid(log l' - sink)``.
+    The value of the sink is zero, so the sink only takes away a share of the weights of the other
+    keys. With ``l' = Σ exp(S)``, the weights of the other keys are multiplied by
+    ``l' / (exp(sink) + l')``, which is equal to ``sigmoid(log l' - sink)``.
 
     Args:
       out: the output without sinks, ``[b, q, h, e]``.
@@ -264,7 +268,7 @@ def _add_sinks(
       sinks: the logits of the additional keys, ``[h]``.
     """
     column = sinks.astype(stats.row_max.dtype)[:, None]
-    # log Σ exp(S) = c + log l, and `inverse_row_sum` is 1 / l. The shape is [b, q, h, 1].
+    # log Σ exp(S) = c + log l, and `inverse_row_sum` is 1 / l. `left` has the shape [b, q, h, 1].
     left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - column)
     out = (out.astype(left.dtype) * left).astype(out.dtype)
     return out, stats._replace(inverse_row_sum=stats.inverse_row_sum * left)
@@ -273,8 +277,8 @@ def _add_sinks(
 def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> jax.Array:
     """Returns the cotangent of the sinks, ``-Σ P · δ`` over queries and examples, ``[h]``.
 
-    P is the weight of the additional key. The formula is ``dS = P ∘ (dP - δ)`` with dP = 0, because
-    the value of the key is zero.
+    P is the weight of the sink. The formula follows from ``dS = P ∘ (dP - δ)``. Here dP is zero,
+    because the value of the sink is zero.
     """
     weights = jnp.exp(
         sinks.astype(delta.dtype)[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum)
@@ -286,11 +290,11 @@ def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
     """Divides terms into products and biases.
 
     Returns:
-      The products and the biases, or None if there is a term of another kind.
+      The products and the biases, or None if a term is neither a product nor a bias.
     """
 
     def of_type(cls: type[_Term]) -> tuple[_Term, ...]:
-        """Returns the terms of exactly this class. A subclass may compute other logits."""
+        """Returns the terms of exactly one class, because a subclass may compute other logits."""
         return tuple(term for term in terms if isinstance(term, cls) and type(term) is cls)
 
     products = Products(of_type(LowRank), of_type(Outer))
@@ -302,12 +306,12 @@ def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
 def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns ``δ = Σ_e out ∘ g``, ``[b, q, h, 1]``, which the derivative of the softmax needs.
 
-    The derivative is ``dS = P ∘ (dP - δ)`` with ``δ = Σ_k P ∘ dP``. Both sums are equal, and the
-    sum over e needs no array of logits.
+    The derivative is ``dS = P ∘ (dP - δ)`` with ``δ = Σ_k P ∘ dP``. The sum over k is equal to the
+    sum over e. Only the sum over e can be computed without an array of logits.
 
     Args:
       out: the output, ``[b, q, h, e]``.
-      g: its cotangent, ``[b, q, h, e]``.
+      g: the cotangent of the output, ``[b, q, h, e]``.
       dtype: the dtype of the sum.
     """
     return jnp.sum(g.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
@@ -355,11 +359,11 @@ def map_heads(
         return _map_with_axis(put, out_axes, totals, head(j))
 
     def empty(axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns an array for the results of all heads, like the result of one."""
+        """Returns an array with room for the results of all heads, given the shape for one head."""
         return jnp.empty((*x.shape[:axis], heads, *x.shape[axis:]), x.dtype)
 
-    # The results are written in place. A `lax.map` would stack the heads first, and moving that
-    # axis to its position would copy everything.
+    # The loop writes the results in place. `lax.map` would stack the heads along the first axis,
+    # and moving the axis of heads to its position would copy all results.
     totals = _map_with_axis(empty, out_axes, jax.eval_shape(head, 0))
     return lax.fori_loop(0, heads, add_head, match_varying_axes(totals, args)[0])
 
@@ -369,7 +373,7 @@ def _map_with_axis(
 ) -> PyTree:
     """Applies ``function(axis, *leaves)`` to the leaves of pytrees.
 
-    Each entry of the outer tuple of a pytree has its own axis.
+    Each pytree is a tuple. Each entry of the tuple has its own axis.
     """
 
     def map_tree(axis: int, *parts: PyTree) -> PyTree:
@@ -380,15 +384,15 @@ def _map_with_axis(
 
 
 class _LoopContext(NamedTuple):
-    """What all tiles of `loop_forward` or `loop_backward` share.
+    """The arrays and options that all tiles of `loop_forward` or `loop_backward` share.
 
     Attributes:
       mask: the mask of all heads; see `_mask_of_heads`.
-      real: which queries ``[b, q]`` and keys ``[b, k]`` are real, or None if all are. A NaN in
-        padding must not reach other rows.
+      real: two bool arrays that are true for real queries ``[b, q]`` and for real keys ``[b, k]``,
+        or None. Padding is cleared, because a NaN in padding must not reach other rows.
       positions: `FusedInputs.positions`.
       lengths: the numbers of queries and keys.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
     """
 
     mask: Mask
@@ -401,12 +405,12 @@ class _LoopContext(NamedTuple):
 def loop_forward(
     q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Computes the output and the statistics of its rows, in tiles of one head and example.
+    """Computes the output and the row statistics, in tiles of one head and one example.
 
     Args:
       q_length: the number of queries.
-      inputs: the inputs.
-      soft_cap: as in `attend`.
+      inputs: the inputs of the fused route.
+      soft_cap: the argument `soft_cap` of `attend`.
       parallel: whether all heads of an example are computed at once.
 
     Returns:
@@ -423,8 +427,8 @@ def loop_forward(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
     ) -> tuple[jax.Array, SoftmaxStats]:
         """Returns the output ``[b, q, e]`` and the statistics ``[b, q, 1]`` of one head."""
-        # The sum of the biases, [q, k]. It is computed once per head, because the examples share
-        # it.
+        # The sum of the biases has the shape [q, k]. The examples share the sum, so it is computed
+        # once per head.
         bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
         def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
@@ -451,7 +455,7 @@ def _tile_forward(
     """Computes one tile of `loop_forward`.
 
     Args:
-      context: what all tiles share.
+      context: the arrays and options that all tiles share.
       bias: the sum of the head's biases, ``[q, k]``, or None.
       products: the head's products, with an axis of examples.
       values: the head's values, ``[b, k, e]``.
@@ -460,14 +464,14 @@ def _tile_forward(
       dtype: the dtype of logits and sums.
 
     Returns:
-      The output ``[q, e]``, and the statistics ``[q, 1]`` of its rows.
+      The output ``[q, e]``, and the statistics ``[q, 1]`` of each row.
     """
     products, tile_values, positions = _select((products, values, context.positions), i)
     queries, keys = _select(context.real, i)
     products, tile_values = clear_padding(products, tile_values, queries, keys)
     mask = _select_mask(context.mask, allowed, i)
 
-    # S = Σ terms, and -inf where the mask forbids a key, [q, k]
+    # S = Σ terms, [q, k]. S is -inf for the keys that the mask forbids.
     logits = _logits(
         bias,
         products,
@@ -477,12 +481,12 @@ def _tile_forward(
     )
     logits = _mask_logits(logits, mask)
 
-    # c = max_k S; 0 in rows without keys, because -inf - (-inf) would be NaN
+    # c = max_k S. The maximum c is 0 in rows without keys, because -inf - (-inf) would be NaN.
     row_max = jnp.max(logits, axis=-1, keepdims=True)
     row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
 
-    # E = exp(S - c). It is rounded to the dtype in which it multiplies V before it is summed, so
-    # that the weights sum to one as they are used. l = Σ_k E
+    # E = exp(S - c) and l = Σ_k E. E is rounded to the dtype of V before it is summed. The rounded
+    # weights, which are multiplied by V, therefore sum to one.
     weights = jnp.exp(logits - row_max).astype(values.dtype)
     row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
     is_nonzero = row_sum > 0
@@ -517,7 +521,7 @@ def loop_backward(
       stats: c and 1 / l, as `loop_forward` returned them.
       delta: δ, ``[b, q, h, 1]``, from `softmax_vjp_delta`.
       dout: the cotangent dO of the output, ``[b, q, h, e]``.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
       parallel: whether all heads of an example are computed at once.
     """
     q_length = dout.shape[1]
@@ -528,8 +532,8 @@ def loop_backward(
     context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
 
-    # Factors with a batch axis of 1 are shared by the examples. The scan sums their cotangents, in
-    # the precision of the logits. The cotangents of other factors are stacked.
+    # The examples share a factor if its batch axis has the size 1. The scan sums the cotangents of
+    # shared factors, in the precision of the logits, and stacks the cotangents of other factors.
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
 
     def head(
@@ -537,16 +541,16 @@ def loop_backward(
     ) -> tuple[Products, Biases, jax.Array]:
         """Returns the cotangents of one head's products, biases and values.
 
-        `rest` are the head's values, statistics, δ and dO.
+        `rest` contains the values, the statistics, δ and dO of the head.
         """
-        # The transpose sums the cotangent of the logits along diagonals for `Relative` terms.
+        # For `Relative` terms, `bias_vjp` sums the cotangent of the logits along the diagonals.
         bias, bias_vjp = jax.vjp(make_bias, biases)  # [q, k]
         leaves, treedef = jax.tree.flatten(products)
 
         def add_example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             """Adds the cotangents of example i to the sums.
 
-            Also returns the cotangents of the arrays that examples do not share.
+            The second result contains the cotangents of the arrays that the examples do not share.
             """
             dbias, dproducts, dvalues = _tile_backward(context, bias, products, rest, allowed, i)
             shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
@@ -556,7 +560,8 @@ def loop_backward(
         init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
         (dbias, shared), (unshared, dvalues) = lax.scan(add_example, init, jnp.arange(batch))
 
-        # A cotangent was either summed, and then gets its batch axis of 1 back, or stacked.
+        # A summed cotangent has no batch axis, so a batch axis of size 1 is added. A stacked
+        # cotangent has a batch axis already.
         dleaves = [
             d if total is None else total[None].astype(x.dtype)
             for total, d, x in zip(shared, unshared, leaves, strict=True)
@@ -576,10 +581,10 @@ def _tile_backward(
     allowed: jax.Array | None,
     i: jax.Array,
 ) -> tuple[jax.Array | None, Products, jax.Array]:
-    """Computes one tile of `loop_backward`, with the formulas in its docstring.
+    """Computes one tile of `loop_backward`, whose docstring contains the formulas.
 
     Args:
-      context: what all tiles share.
+      context: the arrays and options that all tiles share.
       bias: the sum of the head's biases, ``[q, k]``, or None.
       products: the head's products, with an axis of examples.
       rest: the head's values ``[b, k, e]``, statistics and δ ``[b, q, 1]``, and dO ``[b, q, e]``.
@@ -587,7 +592,7 @@ def _tile_backward(
       i: the number of the example.
 
     Returns:
-      The cotangents of the bias, of the products of the example, and of its values ``[k, e]``.
+      The cotangents of the bias, of the example's products, and of the example's values ``[k, e]``.
     """
     make_logits = functools.partial(
         _logits,
@@ -599,14 +604,15 @@ def _tile_backward(
     products, values = clear_padding(_select(products, i), values, *_select(context.real, i))
     logits, logits_vjp = jax.vjp(make_logits, bias, products)
 
-    # P = exp(S - c) / l, [q, k]. It is zero in the rows of padding queries, where 1 / l is zero.
+    # P = exp(S - c) / l, [q, k]. P is zero in the rows of padding queries, because 1 / l is zero
+    # in these rows.
     logits = _mask_logits(logits, _select_mask(context.mask, allowed, i))
     weights = jnp.exp(logits - row_max) * inverse_row_sum
 
     # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
     dlogits = weights * (_matmul_nt(dout, values) - delta)
 
-    # Back through the soft cap, to the bias [q, k] and to the factors of this example.
+    # The gradient passes through the soft cap to the bias [q, k] and to the example's factors.
     dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
 
     # dV = Pᵀ dO
@@ -615,12 +621,12 @@ def _tile_backward(
 
 
 def _add_to(total: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the total plus an array, in the dtype of the total."""
+    """Returns the sum of a total and an array, in the dtype of the total."""
     return total + x.astype(total.dtype)
 
 
 def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
-    """Divides arrays by a flag into two lists of the same length, which are padded with None."""
+    """Divides arrays by a flag into two lists of equal length, with None for absent arrays."""
     pairs = list(zip(xs, flags, strict=True))
     return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]
 
@@ -634,17 +640,18 @@ def _select(tree: _Tree, i: jax.Array) -> _Tree:
 
 
 def _select_mask(mask: Mask, allowed: jax.Array | None, i: jax.Array) -> Mask:
-    """Returns the mask of example i, with the pattern of a head if heads have their own."""
+    """Returns the mask of example i, with the head's own pattern if `allowed` is not None."""
     if allowed is not None:
         mask = dataclasses.replace(mask, allowed=allowed)
     return mask.map_arrays(lambda _, x: _select(x, i))
 
 
 def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array | None]:
-    """Returns the mask of all heads, and patterns ``[b or 1, h, q, k]`` if heads have their own.
+    """Returns the mask of all heads, and the patterns of single heads or None.
 
-    Segments of packed rows become a pattern of pairs. Comparing the two vectors of segments inside
-    the loop would prevent XLA's CPU backend from vectorizing the exponential.
+    If heads have different patterns, the second result has the shape ``[b or 1, h, q, k]``. The
+    segments of packed rows become a pattern of pairs. If the loop compared the segments of queries
+    and keys, XLA's CPU backend could not vectorize the exponential.
     """
     mask = inputs.mask
     if mask.query_segments is not None:
@@ -657,9 +664,9 @@ def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array 
 
 
 def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
-    """Returns the sum of a head's biases, ``[q, k]``, or None if there are none.
+    """Returns the sum of a head's biases, ``[q, k]``, or None if the head has no biases.
 
-    The sum is float32 or wider.
+    The dtype of the sum is float32 or wider.
     """
     parts = [term.logits for term in biases.tables]
     parts += [expand_diagonals(term.logits, q_length) for term in biases.diagonals]
@@ -671,8 +678,8 @@ def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
 def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
     """Returns the number of rows of the biases.
 
-    It is the number of queries. In packed rows, it is the number of positions in the longest
-    segment.
+    Biases have one row for each query. In packed rows, biases have one row for each position in the
+    longest segment.
     """
     if inputs.positions is None:
         return q_length
@@ -690,27 +697,28 @@ def _logits(
     """Returns the logits ``[q, k]`` of one head and example, before the mask is applied.
 
     Args:
-      bias: the sum of the head's biases, ``[q, k]``, or by positions in a segment. None if there
-        are none.
+      bias: the sum of the head's biases, ``[q, k]``, or None if the head has no biases. If
+        `positions` is not None, the axes of the sum are positions in a segment.
       products: the factors of this tile, ``[q, r]`` and ``[k, r]``.
       lengths: the numbers of queries and keys.
-      positions: the positions of queries ``[q]`` and keys ``[k]`` in their segments. None if rows
-        are not packed.
-      soft_cap: as in `attend`.
+      positions: the positions of queries ``[q]`` and keys ``[k]`` in their segments, or None if the
+        rows are not packed.
+      soft_cap: the argument `soft_cap` of `attend`.
     """
     key = jnp.arange(lengths[1]) if positions is None else positions[1]
     if bias is not None and positions is not None:
         bias = jnp.take(jnp.take(bias, positions[0], axis=0), key, axis=1)
     summands = [] if bias is None else [bias]
     if products.low_rank:
-        # Σ Q Kᵀ over the terms is one product, of the factors side by side.
+        # The sum of the products Q Kᵀ of all terms is one product of the concatenated factors.
         queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
         keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
         summands.append(_matmul_nt(queries, keys))
     for term in products.outer:
         size = term.b.shape[-1]
-        # logits[q, k] = a[q, k // B] · b[q, k % B]. Products with one-hot matrices look both
-        # numbers up. They are exact only if the hardware does not round the factors.
+        # logits[q, k] = a[q, k // B] · b[q, k % B]. Products with one-hot matrices look up the
+        # entries of a and b. They need the highest precision, in which the hardware does not round
+        # the factors of a product.
         exact = lax.Precision.HIGHEST
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
@@ -721,8 +729,8 @@ def _logits(
 def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
     """Returns the logits ``[q, k]`` with -inf for pairs that the mask forbids.
 
-    The rows of padding queries are not masked here. Their weights become zero because
-    `SoftmaxStats.inverse_row_sum` is zero.
+    This function does not mask the rows of padding queries. The weights of padding queries become
+    zero because their `SoftmaxStats.inverse_row_sum` is zero.
     """
     pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
     if pairs is None:
@@ -731,16 +739,16 @@ def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns the product ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
+    """Returns ``x yᵀ``, ``[q, k]`` in float32 or wider, for x ``[q, r]`` and y ``[k, r]``."""
     return _matmul(*match_varying_axes(x, y), precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
-    """Computes ``x yᵀ``, with a gradient that consists of narrow products, too.
+    """Computes ``x yᵀ``, and its gradient, by matrix products of factors in their own dtypes.
 
-    The cotangent is float32 or wider. The gradient rounds it to the dtype of the factor that it
-    multiplies.
+    The cotangent of the product is float32 or wider. The gradient rounds the cotangent to the dtype
+    of the factor that is multiplied by the cotangent.
     """
     return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 
@@ -763,9 +771,10 @@ _matmul.defvjp(lambda x, y, precision: (_matmul(x, y, precision), (x, y)), _matm
 def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
     """Returns the product ``xᵀ y``, ``[k, e]`` in float32 or wider.
 
-    x is ``[q, k]``, and y is a narrow ``[q, e]``. The product is computed as ``(yᵀ x)ᵀ``. XLA's CPU
-    backend takes two to three times as long if it has to transpose a large left factor. The
-    optimization barrier keeps XLA from changing the order back.
+    The large factor x has the shape ``[q, k]``, and the narrow factor y has the shape ``[q, e]``.
+    The product is computed as ``(yᵀ x)ᵀ``, because XLA's CPU backend takes two to three times as
+    long if it has to transpose a large left factor. The optimization barrier keeps XLA from
+    rewriting ``(yᵀ x)ᵀ`` as ``xᵀ y``.
     """
     dims = (((0,), (0,)), ((), ()))
     transposed = lax.dot_general(

@@ -1,8 +1,8 @@
-"""The inputs of the fused route, and what its forward pass keeps for the backward pass.
+"""Defines the inputs of the fused route, and the statistics that its backward pass reads.
 
-The fused route, its kernels and the static route share these types. The types are in a file of
-their own so that imports go in one direction: from a route to its kernels, and from both to this
-file.
+The fused route, the kernels of the fused route, and the static route import the types in this
+module. The types have a separate module to avoid circular imports. A route imports its kernels, and
+both the route and the kernels import this module.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Products(NamedTuple):
     """Terms whose logits are products of factors.
 
     Attributes:
-      low_rank: terms with logits ``Q Kᵀ``.
-      outer: terms with logits ``a[q, k // B] · b[q, k % B]``.
+      low_rank: terms whose logits are ``Q Kᵀ``.
+      outer: terms whose logits are ``a[q, k // B] · b[q, k % B]``.
     """
 
     low_rank: tuple[LowRank, ...] = ()
@@ -31,7 +31,7 @@ class Products(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Terms that consist of parameters, which all examples share.
+    """Terms that consist only of parameters, so that all examples share their logits.
 
     Attributes:
       tables: terms with one number for each query and key.
@@ -43,9 +43,11 @@ class Biases(NamedTuple):
     diagonals: tuple[Relative, ...] = ()
 
     def sums(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the sum of the tables and the sum of the diagonals, each None if there are none.
+        """Returns the sum of all tables and the sum of all diagonals.
 
-        The sums are float32. A single table keeps its dtype, so that kernels read fewer bytes.
+        The sum of the tables is None if there are no tables. The sum of the diagonals is None if
+        there are no diagonals. The sums are float32. If there is only one table, the table keeps
+        its dtype, so that kernels read fewer bytes.
         """
         tables = [term.logits for term in self.tables]
         diagonals = [term.logits.astype(jnp.float32) for term in self.diagonals]
@@ -61,11 +63,11 @@ class FusedInputs(NamedTuple):
     Attributes:
       products: the terms that are products of factors.
       biases: the terms that are the same for all examples.
-      values: ``[b, k, h, e]``.
+      values: the values, ``[b, k, h, e]``.
       mask: the keys that each query may attend to.
-      positions: the positions in packed segments, ``[b, q]`` and ``[b, k]``, at which biases and
-        the keys of `Outer` terms are looked up. If it is None, they are looked up by the position
-        in the row.
+      positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments, at
+        which biases and the keys of `Outer` terms are looked up. If `positions` is None, biases and
+        the keys of `Outer` terms are looked up by the position in the row.
     """
 
     products: Products
@@ -83,7 +85,8 @@ class FusedInputs(NamedTuple):
     def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
         """Returns the cotangents of all inputs, in the form that the backward pass has to return.
 
-        Masks and positions are not differentiable. Their cotangents are None.
+        The cotangents of the mask and of the positions are None, because masks and positions are
+        not differentiable.
         """
         mask, positions = jax.tree.map(lambda _: None, (self.mask, self.positions))
         return FusedInputs(products, biases, values, mask, positions)
@@ -93,9 +96,9 @@ class SoftmaxStats(NamedTuple):
     """Two numbers for each row of logits, from which the backward pass recomputes the weights.
 
     Attributes:
-      row_max: the maximum of the row, ``[b, q, h, 1]``. It is 0 for a row without keys.
-      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``. It is 0 for padding
-        queries and for rows without keys, so that their weights are 0.
+      row_max: the maximum of the row, ``[b, q, h, 1]``. The maximum is 0 for a row without keys.
+      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``. The inverse sum is 0 for
+        padding queries and for rows without keys, so that all weights of such a row are 0.
     """
 
     row_max: jax.Array

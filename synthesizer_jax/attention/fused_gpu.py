@@ -1,11 +1,12 @@
-"""The fused route on NVIDIA's GPUs: Pallas kernels, which Triton compiles.
+"""The Pallas kernels of the fused route for NVIDIA's GPUs, which Triton compiles.
 
 The kernels compute ``O = softmax(S) V`` and its gradients without an array of all logits S. The
-logits of one head and example are cut into tiles, each of which belongs to a tile of queries and a
-tile of keys. A program holds one tile at a time, in registers. There are four kernels:
+logits of one head and one example are cut into tiles. Each tile of logits belongs to a tile of
+queries and a tile of keys. A program holds one tile of logits at a time, in registers. The fused
+route has four kernels for GPUs:
 
 =======  ===============================  ==============  ==================================
-kernel   a program writes                 it loops over   where
+kernel   a program writes                 it loops over   module
 =======  ===============================  ==============  ==================================
 forward  a tile of queries' outputs       tiles of keys   `fused_gpu`
 queries  a tile of queries' cotangents    tiles of keys   `fused_gpu_backward`
@@ -15,14 +16,14 @@ bias     a tile of the bias' cotangent    examples, and   `fused_gpu_backward`
                                           a diagonal
 =======  ===============================  ==============  ==================================
 
-The forward kernel goes over the keys once. It does not know the largest logit of a row until the
-end, so it keeps the largest so far and rescales its sums when that grows (Dao 2023,
-FlashAttention-2, section 3.1). The backward kernels recompute a tile's weights from the row's
-maximum and sum, which the forward kernel returns.
+The forward kernel loops over the keys once. The largest logit of a row is not known until the loop
+ends. The forward kernel therefore keeps a running maximum, and rescales its sums when the maximum
+grows (Dao 2023, FlashAttention-2, section 3.1). The forward kernel returns the maximum and the sum
+of each row. The backward kernels recompute the weights of a tile from the maximum and the sum.
 
-The geometry of tiles is in `fused_gpu_geometry`, and the logits of a tile in `fused_gpu_logits`. In
-the comments, S are the logits, P the weights, Q, K and V the rows of queries, keys and values, and
-O the outputs; bq and bk are the numbers of queries and keys in a tile.
+`fused_gpu_geometry` defines how tiles are cut, and `fused_gpu_logits` computes the logits of a
+tile. The comments write S for the logits, P for the weights, Q, K and V for the rows of queries,
+keys and values, and O for the outputs. A tile has bq queries and bk keys.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ from synthesizer_jax.attention.kernel_arrays import LabeledArrays
 from synthesizer_jax.attention.terms import logits_dtype
 
 MAX_WIDTH = 256
-"""The widest rows of queries, keys and values; wider ones do not fit into a program's registers."""
+"""The largest width of queries, keys and values. Wider rows do not fit into the registers."""
 
 
 def obstacle(inputs: FusedInputs) -> str | None:
-    """Returns why the kernels cannot take these inputs, or None if they can."""
+    """Explains why the GPU kernels cannot take the inputs, or returns None if they can."""
     products, biases, values, mask, positions = inputs
     if products.outer:
         return "The kernels do not support Outer terms."
@@ -74,7 +75,7 @@ def obstacle(inputs: FusedInputs) -> str | None:
         return "Mask.query_offset is traced, but the kernels need to know its value."
     if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
         return "The kernels do not support 64-bit numbers."
-    # Triton's offsets have 32 bits, and an offset of Mask.allowed is counted in bytes of int8.
+    # Triton's offsets have 32 bits. `Mask.allowed` is int8, so its offsets count bytes.
     if mask.allowed is not None and mask.allowed.size > 2**31:
         return f"Mask.allowed has more than {2**31:,} entries, which is too large for the kernels."
     widest = max(x.shape[-1] for x in (values, *jax.tree.leaves(products)))
@@ -98,9 +99,9 @@ def forward(
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `backward` needs.
 
     Args:
-      q_length: number of queries.
+      q_length: the number of queries.
       query_offset: `Mask.query_offset`, as a static number.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
       inputs: terms, values and mask.
       interpret: whether to run the kernel in Python, without a GPU.
     """
@@ -122,10 +123,11 @@ def forward(
         interpret=interpret,
     )
 
-    out = out[..., :width]  # without the columns of `fill_width`
+    out = out[..., :width]  # removes the columns that `fill_width` added
     real_queries = inputs.mask.queries(q_length)
     if real_queries is not None and operands.query_ends is None:
-        # Padding between real queries, of which the kernel does not know.
+        # The kernel does not know about padding between real queries, so the output and the inverse
+        # sums of padding queries are set to zero here.
         out = jnp.where(real_queries[..., None, None], out, 0)
         inverse_row_sum = jnp.where(real_queries[:, None], inverse_row_sum, 0.0)
     # [b, h, q] → [b, q, h, 1]
@@ -133,11 +135,11 @@ def forward(
 
 
 class _OnlineSoftmax(NamedTuple):
-    """The sums of a tile of queries over the keys that its program has seen so far.
+    """The sums for a tile of queries, over the keys that the program has read so far.
 
     Attributes:
       weighted_sum: ``Σ exp(S - row_max) V``, ``[bq, e]`` float32.
-      row_max: the largest logit of each row, ``[bq]`` float32, and -inf before the first key.
+      row_max: the largest logit of each row, ``[bq]`` float32, which is -inf before the first key.
       row_sum: ``Σ exp(S - row_max)``, ``[bq]`` float32.
     """
 
@@ -153,7 +155,7 @@ def _forward_kernel(
     row_max: Ref,
     inverse_row_sum: Ref,
 ) -> None:
-    """Computes the output of one tile of queries, of one head and example."""
+    """Computes the output for one tile of queries of one head and one example."""
     i = pl.program_id(0)
     example = pl.program_id(2)
     program = Program(tiling, refs, example)
@@ -161,19 +163,21 @@ def _forward_kernel(
     queries = program.load_queries(query_tile)  # [bq, r] for every term
 
     def add_keys(j: Scalar, sums: _OnlineSoftmax) -> _OnlineSoftmax:
-        """Adds tile j of keys to the sums."""
+        """Returns the sums after the keys of tile j are added."""
         tile = tiling.tile(i, j)
         keys, values = program.load_keys(tile.keys)  # [bk, r] for every term, [bk, e]
         logits, allowed = logits_tile(program, tile, queries, keys)
         logits = forbid(logits, allowed)  # [bq, bk]
 
-        # While a row has seen no key, its maximum is -inf. Zero in its place avoids -inf - (-inf).
+        # The maximum of a row is -inf until a key is allowed. A maximum of zero is subtracted
+        # instead, because -inf - (-inf) would be NaN.
         new_max = jnp.maximum(sums.row_max, jnp.max(logits, axis=1))  # [bq]
         finite_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
 
-        # E = exp(S - max) is not normalized: O = E V / Σ E divides once, after the loop.
+        # The weights E = exp(S - max) are not normalized inside the loop. The output O = E V / Σ E
+        # is divided by the sum of the weights only once, after the loop.
         weights = exp(logits - finite_max[:, None])  # [bq, bk]
-        # Sums with the old maximum become sums with the new one.
+        # The factor exp(old maximum - new maximum) rescales the sums to the new maximum.
         rescale = exp(sums.row_max - finite_max)  # [bq]
         weighted_sum = sums.weighted_sum * rescale[:, None]  # [bq, e]
         weighted_sum += matmul(weights.astype(values.dtype), values)
@@ -189,7 +193,7 @@ def _forward_kernel(
     first, last = program.visible_keys(i)
     sums = lax.fori_loop(first, last, add_keys, no_keys)
 
-    # Rows without keys, and padding queries, get zeros in place of 0 / 0.
+    # Rows without keys and rows of padding queries become zero instead of 0 / 0.
     has_keys = sums.row_sum > 0.0
     if refs.query_ends is not None:
         has_keys &= query_tile.is_before(refs.query_ends, example)
@@ -215,7 +219,7 @@ def backward(
 
     Args:
       query_offset: `Mask.query_offset`, as a static number.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
       inputs: the inputs of `forward`.
       stats: the row statistics that `forward` returned.
       delta: `softmax_vjp_delta` of the output and its cotangent, ``[b, q, h, 1]``.
@@ -235,16 +239,17 @@ def backward(
     dqueries = call_by_queries(tiling("queries"), operands, residuals, interpret=interpret)
     dkeys, dvalues = call_by_keys(tiling("keys"), operands, residuals, interpret=interpret)
 
-    # The kernel gives the cotangents of the sums of all tables and of all diagonals.
+    # The kernel returns the cotangent of the sum of all tables, and of the sum of all diagonals.
     _, sums_vjp = jax.vjp(Biases.sums, inputs.biases)
     dsums = call_by_bias(tiling("bias"), operands, residuals, interpret=interpret)
     sums = (operands.table, operands.diagonals)
     (dbiases,) = sums_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), dsums, sums))
 
     def finish(d: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns a cotangent in the shape and dtype of its array.
+        """Returns the cotangent of an array, in the shape and dtype of the array.
 
-        It is summed over the examples if they share the array, and cut to its width.
+        The cotangent is summed over the examples if the examples share the array. Columns that
+        `fill_width` added are removed.
         """
         d = d if d.shape[0] == x.shape[0] else d.sum(axis=0, keepdims=True)
         return d[..., : x.shape[-1]].astype(x.dtype)

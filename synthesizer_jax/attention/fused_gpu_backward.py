@@ -1,20 +1,20 @@
-"""The backward kernels of the fused route on NVIDIA's GPUs.
+"""The backward kernels of the fused route for NVIDIA's GPUs.
 
-With the weights ``P = exp(S - max) / Σ exp(S - max)`` of a row, recomputed from the statistics of
-the forward kernel, and with ``delta = Σ_e dO ∘ O``, the cotangents are::
+The kernels recompute the weights ``P = exp(S - max) / Σ exp(S - max)`` from the statistics of the
+forward kernel. With ``delta = Σ_e dO ∘ O``, the cotangents are::
 
     dP = dO Vᵀ          dS = P ∘ (dP - delta)          for every tile
     dQ = dS K           dK = dSᵀ Q                     dV = Pᵀ dO
 
 dQ is a sum over keys, dK and dV are sums over queries, and the cotangent of the bias is a sum of dS
-over examples. One kernel for all would have to add to the same rows from several programs, by
-atomic operations, whose order changes from run to run. Here each kernel recomputes the tiles that
-it needs, and each program writes its own part of a result. The order of every sum is therefore
-always the same.
+over examples. If one kernel computed all cotangents, several programs would add to the same rows.
+The additions would have to be atomic operations, whose order changes from run to run. The backward
+pass therefore runs three kernels. Each kernel recomputes the tiles that it needs, and each program
+writes its own part of a result. The order of every sum is the same in every run.
 
-With a relative bias, all logits on a diagonal share one number. The kernel of the bias adds up all
-square tiles on one diagonal *of tiles*, of several examples, before anything is written. What it
-writes grows with the length, not with the square of the length.
+With a relative bias, all logits on a diagonal share one number. The kernel of the bias therefore
+adds up all square tiles on one diagonal *of tiles*, for several examples, before it writes the sum.
+The size of the sums grows with the sequence length, not with the square of the sequence length.
 """
 
 from __future__ import annotations
@@ -55,17 +55,19 @@ from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.terms import expand_diagonals
 
 BIAS_PROGRAMS = 1024
-"""About how many programs the kernel of the bias should have, to fill a GPU."""
+"""The approximate number of programs that the kernel of the bias needs to keep a GPU busy."""
 
 MIN_BIAS_EXAMPLES = 4
-"""The fewest examples that a program of the kernel of the bias adds up.
+"""The smallest number of examples that a program of the kernel of the bias adds up.
 
-With fewer, programs would write about as much as they read.
+With fewer examples, programs would write about as many bytes as they read.
 """
 
 
 class Residuals(NamedTuple):
-    """What the backward kernels read besides the operands. In a kernel, references without axis h.
+    """The arrays that the backward kernels read in addition to the operands.
+
+    In a kernel, the attributes are references to the arrays of one head, so axis h is absent.
 
     Attributes:
       dout: the cotangent of the output, ``[b, q, h, e]``.
@@ -84,14 +86,15 @@ _RESIDUAL_AXES = Residuals(dout="bqhr", row_max="bhq", inverse_row_sum="bhq", de
 
 
 def _inputs(operands: Operands, residuals: Residuals) -> LabeledArrays:
-    """Returns the inputs of every backward kernel."""
+    """Returns the inputs of a backward kernel, with the letters of their axes."""
     return LabeledArrays((operands, residuals), (operands.axes(), _RESIDUAL_AXES))
 
 
 def _cotangent_shape(x: jax.Array, batch: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape that a kernel writes for an operand, with one cotangent per example.
+    """Returns the shape and dtype of the cotangents of an operand, with one cotangent per example.
 
-    It is float32 if the operand is shared, because a sum over the examples follows.
+    The dtype is float32 if the examples share the operand, because the cotangents of a shared
+    operand are summed over the examples afterwards.
     """
     dtype = x.dtype if x.shape[0] == batch else jnp.float32
     return jax.ShapeDtypeStruct((batch, *x.shape[1:]), dtype)
@@ -100,7 +103,10 @@ def _cotangent_shape(x: jax.Array, batch: int) -> jax.ShapeDtypeStruct:
 def call_by_queries(
     tiling: Tiling, operands: Operands, residuals: Residuals, *, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Returns the cotangents of the queries of every term, ``[b, q, h, r]``."""
+    """Runs the kernel that computes the cotangents of the queries of every term.
+
+    Each cotangent has the shape ``[b, q, h, r]``.
+    """
     if not operands.queries:
         return ()
     batch, _, heads, width = operands.values.shape
@@ -119,7 +125,10 @@ def call_by_queries(
 def _queries_kernel(
     tiling: Tiling, refs: Operands, residual_refs: Residuals, dqueries: tuple[Ref, ...]
 ) -> None:
-    """Computes the cotangents of one tile of queries. The rows of the logits' tiles are queries."""
+    """Computes the cotangents of one tile of queries.
+
+    In this kernel, the rows of a tile of logits are queries.
+    """
     i = pl.program_id(0)
     example = pl.program_id(2)
     program = Program(tiling, refs, example)
@@ -128,7 +137,7 @@ def _queries_kernel(
     residuals = _load_residuals(residual_refs, example, query_tile)
 
     def add_keys(j: Scalar, totals: list[jax.Array]) -> list[jax.Array]:
-        """Adds what the queries get from tile j of keys."""
+        """Adds the contribution of tile j of keys to the cotangents of the queries."""
         tile = tiling.tile(i, j)
         keys, values = program.load_keys(tile.keys)
         rows = TileRows(queries, keys, values)
@@ -149,7 +158,11 @@ def _queries_kernel(
 def call_by_keys(
     tiling: Tiling, operands: Operands, residuals: Residuals, *, interpret: bool
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns the cotangents of the keys of every term, ``[b, k, h, r]``, and of the values."""
+    """Runs the kernel that computes the cotangents of keys and values.
+
+    The first result contains the cotangents of the keys of every term, ``[b, k, h, r]``. The second
+    result is the cotangent of the values.
+    """
     batch, _, heads, width = operands.values.shape
     shapes = tuple(_cotangent_shape(x, batch) for x in operands.keys)
     results: tuple[tuple[jax.Array, ...], jax.Array] = tiling.call(
@@ -174,8 +187,8 @@ def _keys_kernel(
 ) -> None:
     """Computes the cotangents of one tile of keys and values.
 
-    The tiles of the logits are transposed: their rows are keys. The products with dSᵀ and Pᵀ then
-    need no transposition.
+    In this kernel, the rows of a tile of logits are keys. The kernel computes dSᵀ and Pᵀ directly,
+    so the products dSᵀ Q and Pᵀ dO need no transposition.
     """
     j = pl.program_id(0)
     example = pl.program_id(2)
@@ -186,7 +199,7 @@ def _keys_kernel(
     def add_queries(
         i: Scalar, totals: tuple[list[jax.Array], jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Adds what the keys and values get from tile i of queries."""
+        """Adds the contribution of tile i of queries to the cotangents of keys and values."""
         key_totals, value_total = totals
         tile = tiling.tile(i, j, transposed=True)
         queries = program.load_queries(tile.queries)
@@ -208,7 +221,7 @@ def _keys_kernel(
     )
     first, last = tiling.seeing_queries(j)
     if refs.key_ends is not None:
-        # A tile of padding has nothing to add: the loop ends before it begins.
+        # If all keys of the tile are padding, `last` becomes 0, so the loop adds nothing.
         last *= jnp.clip(refs.key_ends[example] - j * key_tile.size, 0, 1)
     key_totals, value_total = lax.fori_loop(first, last, add_queries, zeros)
 
@@ -219,11 +232,15 @@ def _keys_kernel(
 def call_by_bias(
     tiling: Tiling, operands: Operands, residuals: Residuals, *, interpret: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the cotangents of the table ``[h, q, k]`` and of the diagonals ``[h, q + k - 1]``."""
+    """Runs the kernel of the bias, and returns the cotangents of the table and the diagonals.
+
+    The cotangent of the table has the shape ``[h, q, k]``, and the cotangent of the diagonals has
+    the shape ``[h, q + k - 1]``. Each is None if the operand is absent.
+    """
     if not operands.has_bias:
         return None, None
 
-    # Square tiles: only those lie on diagonals.
+    # The tiles must be square, so that the diagonals of logits run along diagonals of tiles.
     side = min(tiling.sizes.queries, tiling.sizes.keys)
     sizes = dataclasses.replace(tiling.sizes, queries=side, keys=side)
     tiling = dataclasses.replace(tiling, sizes=sizes)
@@ -231,9 +248,9 @@ def call_by_bias(
     batch, _, heads, width = operands.values.shape
     work = _BiasWork(tiling.counts, by_diagonal=operands.table is None)
 
-    # Each program adds up one part of the examples. More parts make more programs, but also more
-    # sums to write and to add up afterwards.
-    programs = BIAS_PROGRAMS * (4 if work.by_diagonal else 1)  # long diagonals need more time
+    # Each program adds up one part of the examples. With more parts, more programs run in parallel,
+    # but more sums must be written and added up afterwards.
+    programs = BIAS_PROGRAMS * (4 if work.by_diagonal else 1)  # long diagonals take more time
     wanted = min(programs // (work.num_sums * heads), batch // MIN_BIAS_EXAMPLES)
     parts = _largest_divisor(batch, wanted)
 
@@ -253,7 +270,7 @@ def call_by_bias(
     if work.by_diagonal:
         return None, _sum_diagonals(sums, q_count * side, q_length, k_length)
 
-    # One sum for each tile: [i · j, h, side, side] → [h, q, k]
+    # There is one sum for each tile. [i · j, h, side, side] → [h, q, k]
     table = sums.reshape(q_count, k_count, heads, side, side).transpose(2, 0, 3, 1, 4)
     table = table.reshape(heads, q_count * side, k_count * side)[:, :q_length, :k_length]
     if operands.diagonals is None:
@@ -264,12 +281,13 @@ def call_by_bias(
 
 @dataclasses.dataclass(frozen=True)
 class _BiasWork:
-    """Which tiles the programs of the bias' kernel add up.
+    """Assigns tiles of logits to the programs of the kernel of the bias.
 
     Attributes:
-      counts: numbers of tiles of queries and of keys.
-      by_diagonal: whether a program adds up all tiles on a diagonal of tiles. That needs a bias
-        that is only relative. Otherwise it adds up one tile, of several examples.
+      counts: the number of tiles of queries and the number of tiles of keys.
+      by_diagonal: whether a program adds up all tiles on a diagonal of tiles, for several examples.
+        `by_diagonal` can be true only if the bias has no table. If `by_diagonal` is false, a
+        program adds up a single tile for several examples.
     """
 
     counts: tuple[int, int]
@@ -277,20 +295,22 @@ class _BiasWork:
 
     @property
     def num_sums(self) -> int:
-        """Number of diagonals of tiles, or of tiles."""
+        """The number of sums, which is the number of diagonals of tiles or the number of tiles."""
         q_count, k_count = self.counts
         return q_count + k_count - 1 if self.by_diagonal else q_count * k_count
 
     def first_tile(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """Returns where a sum begins, as i and j, and how many tiles it has per example.
+        """Returns the indices i and j of the first tile of a sum, and its tiles per example.
 
-        Diagonal 0 is the last tile of queries with the first tile of keys. The tiles of a
-        diagonal follow its first one to the right and below.
+        The third result is the number of tiles of each example that the sum adds up. Diagonal 0
+        contains only the tile of the last queries and the first keys. From one tile of a diagonal
+        to the next, both i and j grow by 1.
         """
         q_count, k_count = self.counts
         if not self.by_diagonal:
             return lax.div(number, jnp.int32(k_count)), lax.rem(number, jnp.int32(k_count)), 1
-        # The first diagonals begin at the left edge, below the corner; the others at the top.
+        # Diagonals below the main diagonal begin at the left edge. Other diagonals begin at the
+        # top edge.
         below_corner = q_count - 1 - number
         right_of_corner = number - (q_count - 1)
         i = jnp.maximum(below_corner, 0)
@@ -308,16 +328,19 @@ def _bias_kernel(
 ) -> None:
     """Adds up the cotangents dS of the tiles of one sum, over one part of the examples.
 
-    `result` is ``[part, number of the sum, side, side]``.
+    The axes of `result` are ``[part, number of the sum, side, side]``.
     """
     number = pl.program_id(0)
     part = pl.program_id(2)
     first_i, first_j, num_tiles = work.first_tile(number)
-    # All tiles on a diagonal have the same distances, and therefore the same bias.
+    # All tiles on a diagonal have the same distances ``key - query``, so they have the same bias.
     bias = bias_tile(refs, tiling.tile(first_i, first_j))
 
     def add_tile(t: Scalar, total: jax.Array) -> jax.Array:
-        """Adds tile t; tiles are counted along the diagonal of one example after another."""
+        """Adds the cotangents of tile t to the total.
+
+        Tiles are numbered along the diagonal of the first example, then of the next example.
+        """
         example: Scalar = t
         step: Scalar = 0
         if work.by_diagonal:
@@ -341,19 +364,19 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
     """Returns the sums along the diagonals of all logits, ``[h, q + k - 1]``.
 
     Args:
-      sums: ``[n, h, s, s]``, the sum of the square tiles on each diagonal of tiles.
-      rows: number of queries in whole tiles.
-      q_length: number of queries.
-      k_length: number of keys.
+      sums: the sum of the square tiles on each diagonal of tiles, ``[n, h, s, s]``.
+      rows: the number of queries, rounded up to whole tiles.
+      q_length: the number of queries.
+      k_length: the number of keys.
     """
     count, heads, side, _ = sums.shape
 
-    # Along the diagonals of each square: [n, h, s, s] → [n, h, 2 s - 1].
+    # The transpose sums along the diagonals of each square. [n, h, s, s] → [n, h, 2 s - 1]
     columns, _ = match_varying_axes(jnp.zeros((count, heads, 2 * side - 1), sums.dtype), sums)
     lines = jax.linear_transpose(lambda columns: expand_diagonals(columns, side), columns)(sums)[0]
 
-    # Squares lie s diagonals apart, and a square reaches over 2 s - 1 of them. The first s numbers
-    # of a square therefore belong to the same diagonals as the last s - 1 of the square before.
+    # Neighboring squares lie s diagonals apart, and each square covers 2 s - 1 diagonals. The first
+    # s - 1 diagonals of a square are therefore the last s - 1 diagonals of the square before.
     total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
     low = lines[..., :side]
     high = jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1)))
@@ -361,26 +384,30 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
     high = high.transpose(1, 0, 2).reshape(heads, -1)
     total = total.at[:, : count * side].add(low).at[:, side:].add(high)
 
-    # Column 0 of the total is key - query = 1 - rows.
+    # Column 0 of the total belongs to the pair with key - query = 1 - rows.
     return total[:, rows - q_length : rows + k_length - 1]
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    """Returns the largest divisor of a number that is at most `limit`, or 1."""
+    """Returns the largest divisor of `number` that is at most `limit`, and at least 1."""
     return max(n for n in range(1, max(limit, 1) + 1) if number % n == 0)
 
 
 def _load_residuals(refs: Residuals, example: Scalar, tile: RowTile) -> Residuals:
-    """Returns the residuals of a tile of queries: ``[bq, e]``, and three vectors ``[bq]``."""
+    """Returns the residuals of a tile of queries.
+
+    The cotangent of the output has the shape ``[bq, e]``, and the other residuals are vectors
+    ``[bq]``.
+    """
     loaded = Residuals(
         dout=load_rows(refs.dout, example, tile),
         row_max=load_vector(refs.row_max, example, tile),
         inverse_row_sum=load_vector(refs.inverse_row_sum, example, tile),
         delta=load_vector(refs.delta, example, tile),
     )
-    # Rows that are padding or beyond the length get ∞ as their maximum. Their weights are then
-    # exp(-∞) = 0, whatever their bias is. If the maximum were 0, a large bias would overflow to ∞,
-    # and ∞ times an inverse sum of 0 is NaN.
+    # The maximum is set to ∞ in rows that are padding or beyond the length, so that the weights of
+    # such a row are exp(-∞) = 0 for every bias. With a maximum of 0, the exponential of a large
+    # bias would overflow to ∞, and ∞ times an inverse sum of 0 would be NaN.
     row_max = jnp.where(loaded.inverse_row_sum > 0.0, loaded.row_max, jnp.inf)
     return loaded._replace(row_max=row_max)
 
@@ -396,10 +423,10 @@ def _backward_tile(
 
     Args:
       program: the program that computes the tile.
-      tile: where the tile is, and which of its axes is that of queries.
+      tile: the position of the tile, and whether its rows are keys.
       rows: the queries, keys and values of the tile.
-      residuals: those of the tile's queries, from `_load_residuals`.
-      bias: the tile of `bias_tile`, if it is known already.
+      residuals: the residuals of the tile's queries, from `_load_residuals`.
+      bias: the result of `bias_tile` if it was computed already, or None.
     """
 
     def per_query(x: jax.Array) -> jax.Array:
@@ -411,7 +438,7 @@ def _backward_tile(
     weights = exp(forbid(logits, allowed) - per_query(residuals.row_max))
     weights *= per_query(residuals.inverse_row_sum)
 
-    # dP = dO Vᵀ, or its transpose V dOᵀ
+    # dP = dO Vᵀ. A transposed tile has dPᵀ = V dOᵀ instead.
     if tile.transposed:
         dweights = matmul_nt(rows.values, residuals.dout)
     else:
@@ -421,6 +448,6 @@ def _backward_tile(
 
     soft_cap = program.tiling.soft_cap
     if soft_cap is not None:
-        # The derivative of c · tanh(x / c) is 1 - tanh², and the logits are c · tanh already.
+        # With the soft cap c, the logits are c · tanh(x / c). Their derivative is 1 - tanh²(x / c).
         dlogits *= 1.0 - (logits / soft_cap) ** 2
     return weights, dlogits

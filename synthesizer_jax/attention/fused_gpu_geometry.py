@@ -1,7 +1,8 @@
-"""How the GPU kernels of the fused route are cut into tiles, and how they read and write them.
+"""Defines the tiles of the GPU kernels of the fused route, and loads and stores them.
 
-A *tile* is the piece of an array that a program holds in registers. The logits of one head and
-example are a matrix ``[q, k]``. Each of its tiles belongs to a tile of queries and a tile of keys::
+A *tile* is the piece of an array that a program holds in registers. The logits of one head and one
+example are a matrix ``[q, k]``. Each tile of the matrix belongs to a tile of queries and a tile of
+keys::
 
                  keys of tile j
               ┌───────┬───────┬───────┐
@@ -12,13 +13,13 @@ example are a matrix ``[q, k]``. Each of its tiles belongs to a tile of queries 
               │       │       │       │
               └───────┴───────┴───────┘
 
-A *program* is what one thread block of the GPU runs: it works on one head, and goes over a row, a
-column or a diagonal of tiles of the logits. Its arrays stay in global memory. A `pl.BlockSpec`
-selects the head only, and programs load tiles of rows as they need them. That differs from TPUs,
-where Pallas copies tiles before a program starts.
+A *program* runs on one thread block of the GPU. Each program computes one head, and loops over a
+row, a column or a diagonal of tiles of the logits. Inputs and outputs stay in global memory. A
+`pl.BlockSpec` only selects the head, and a program loads tiles of rows when it needs them. On TPUs,
+in contrast, Pallas copies tiles before a program starts.
 
-The sizes of Triton's tiles are powers of two, so the last tile may reach beyond its array. Loads
-there are masked and give zeros; stores there are masked and write nothing.
+The sizes of Triton's tiles are powers of two, so the last tile may reach beyond its array. Masked
+loads return zeros beyond the array, and masked stores write nothing beyond the array.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ from synthesizer_jax.attention.kernel_arrays import LabeledArrays, run_kernel
 from synthesizer_jax.attention.masks import Mask
 
 MIN_PRODUCT_SIZE = 16
-"""The fewest rows and columns of a matrix that tensor cores multiply."""
+"""The smallest number of rows and columns that tensor cores can multiply."""
 
 Ref: TypeAlias = Any
-"""An array outside of kernels, and a Pallas reference to an array in global memory inside them."""
+"""A Pallas reference to an array in global memory. Outside of kernels, it is the array itself."""
 
 Scalar: TypeAlias = Any
-"""An int, or inside kernels a traced int32."""
+"""A Python int, or a traced int32 inside of a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """How large the tiles of a kernel are, and how Triton runs its programs.
+    """The sizes of a kernel's tiles, and the options with which Triton compiles the kernel.
 
     Attributes:
-      queries: number of queries in a tile, a power of two.
-      keys: number of keys in a tile, a power of two.
-      warps: number of warps that run a program together.
-      stages: number of iterations of the loop over tiles whose loads are in flight at once.
+      queries: the number of queries in a tile, a power of two.
+      keys: the number of keys in a tile, a power of two.
+      warps: the number of warps that run a program together.
+      stages: the number of loop iterations whose loads are in flight at once.
     """
 
     queries: int
@@ -65,7 +66,7 @@ class TileSizes:
     stages: int
 
     def fit(self, q_length: int, k_length: int) -> TileSizes:
-        """Returns smaller tiles if there are fewer queries or keys than a tile holds."""
+        """Returns the sizes, reduced if a tile holds more queries or keys than there are."""
         q_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(q_length))
         k_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(k_length))
         return dataclasses.replace(
@@ -78,14 +79,15 @@ class TileSizes:
 def choose_tile_sizes(kernel: str, row_bytes: int, *, has_bias: bool) -> TileSizes:
     """Returns the sizes of a kernel's tiles.
 
-    For rows of up to 128 bytes, these were the fastest of about eight choices on an H200. Wider
-    rows need smaller tiles or more warps, because a program keeps its queries and sums in
-    registers.
+    For rows of up to 128 bytes, the returned sizes were the fastest of about eight choices on an
+    H200. Wider rows need smaller tiles or more warps, because a program keeps its queries and sums
+    in registers.
 
     Args:
       kernel: ``forward``, ``queries``, ``keys`` or ``bias``.
-      row_bytes: size of one key, the keys of all terms together.
-      has_bias: whether the logits have a bias, whose tile takes registers too.
+      row_bytes: the number of bytes of one key in all terms together, or the number of bytes of one
+        value if a value is larger.
+      has_bias: whether the logits have a bias. A tile of the bias takes registers, too.
     """
     if row_bytes <= 128:
         forward = TileSizes(64, 32, 4, 3) if has_bias else TileSizes(128, 64, 4, 3)
@@ -102,25 +104,29 @@ def choose_tile_sizes(kernel: str, row_bytes: int, *, has_bias: bool) -> TileSiz
 
 
 class Operands(NamedTuple):
-    """What logits are made of.
+    """The arrays that every kernel reads to compute logits and outputs.
 
-    In a kernel, these are references to the arrays of one head, and axis h is absent.
+    In a kernel, the attributes are references to the arrays of one head, so axis h is absent. An
+    attribute is None if the call has no such array.
 
     Attributes:
-      queries: the queries of each `LowRank` term, ``[b or 1, q, h, r]``, r a power of two.
+      queries: the queries of each `LowRank` term, ``[b or 1, q, h, r]``. The width r is a power of
+        two.
       keys: the keys of each `LowRank` term, ``[b or 1, k, h, r]``.
-      values: ``[b, k, h, e]``, e a power of two.
-      table: ``[h, q, k]``, the sum of all `Static` terms, or None if there are none.
-      diagonals: ``[h, q + k - 1]`` float32, the sum of all `Relative` terms, or None if there are
-        none. Number d belongs to all pairs with ``key - query = d - (q - 1)``.
-      key_ends: ``[b]`` int32; keys from there on are padding. None if no key is.
-      query_ends: ``[b]`` int32; queries from there on are padding. None if no query is, or if the
-        queries are zero there already.
-      real_keys: ``[b, k]`` int8, 1 for real keys, or None if `key_ends` says it all.
-      prefix_lengths: ``[b]`` int32, `Mask.prefix_lengths`.
-      query_segments: ``[b, q]`` int32, in packed rows.
-      key_segments: ``[b, k]`` int32, in packed rows.
-      allowed: ``[b or 1, h or 1, q, k]`` int8, `Mask.allowed`.
+      values: the values, ``[b, k, h, e]``. The width e is a power of two.
+      table: the sum of all `Static` terms, ``[h, q, k]``.
+      diagonals: the sum of all `Relative` terms, ``[h, q + k - 1]`` float32. Entry d belongs to all
+        pairs with ``key - query = d - (q - 1)``.
+      key_ends: the position from which all keys of an example are padding, ``[b]`` int32, or None
+        if no key is padding.
+      query_ends: the position from which all queries of an example are padding, ``[b]`` int32, or
+        None if no query is padding or padding queries are zero already.
+      real_keys: an array ``[b, k]`` int8 that is 1 for real keys, or None if all padding is at the
+        end of rows, where `key_ends` is enough.
+      prefix_lengths: `Mask.prefix_lengths`, ``[b]`` int32.
+      query_segments: the segments of queries in packed rows, ``[b, q]`` int32.
+      key_segments: the segments of keys in packed rows, ``[b, k]`` int32.
+      allowed: `Mask.allowed`, ``[b or 1, h or 1, q, k]`` int8.
     """
 
     queries: tuple[Ref, ...]
@@ -137,7 +143,7 @@ class Operands(NamedTuple):
     allowed: Ref
 
     def axes(self) -> Operands:
-        """Returns the letters of the axes of every array, as `Tiling.spec` reads them."""
+        """Returns the letters of the axes of every array, in the form that `Tiling.spec` takes."""
         return Operands(
             queries=("bqhr",) * len(self.queries),
             keys=("bkhr",) * len(self.keys),
@@ -155,21 +161,21 @@ class Operands(NamedTuple):
 
     @property
     def has_bias(self) -> bool:
-        """Whether examples share a part of the logits."""
+        """Whether the logits contain a bias, which is the same for all examples."""
         return self.table is not None or self.diagonals is not None
 
     @property
     def rank(self) -> int:
-        """Number of multiply-adds that make one logit."""
+        """The number of multiply-adds that compute one logit."""
         return sum(x.shape[-1] for x in self.queries)
 
 
 def make_operands(inputs: FusedInputs, q_length: int) -> Operands:
-    """Returns the inputs of the fused route as the kernels read them.
+    """Returns the inputs of the fused route in the layout that the kernels read.
 
-    Padding may hold NaN, which a weight of zero does not erase. If all padding is at the end of its
-    row, the kernels load zeros in its place. Otherwise the arrays are copied here, with zeros for
-    padding.
+    Padding may contain NaN, and a weight of zero times NaN is NaN. If all padding is at the end of
+    rows, the kernels load zeros instead of the padding. Otherwise this function copies the arrays,
+    with zeros for padding.
     """
     mask = inputs.mask
     holes = (mask.query_valid, mask.key_valid, mask.query_segments, mask.key_segments)
@@ -179,7 +185,7 @@ def make_operands(inputs: FusedInputs, q_length: int) -> Operands:
     real_keys = mask.keys(values.shape[1])
     real_queries = mask.queries(q_length) if is_at_end else None
 
-    # Both factors of a product must have one dtype.
+    # Both factors of a product must have the same dtype.
     low_rank = []
     for term in products.low_rank:
         dtype = jnp.result_type(term.queries, term.keys)
@@ -202,12 +208,16 @@ def make_operands(inputs: FusedInputs, q_length: int) -> Operands:
 
 
 def _cast(x: jax.Array | None, dtype: Any) -> jax.Array | None:
-    """Returns the array in another dtype, or None if there is none."""
+    """Returns the array in another dtype, or None if the array is None."""
     return None if x is None else x.astype(dtype)
 
 
 def _ends(is_real: jax.Array | None) -> jax.Array | None:
-    """Returns where the padding after the last real row of ``[b, n]`` begins, ``[b]`` int32."""
+    """Returns one more than the last index at which ``[b, n]`` is true, ``[b]`` int32.
+
+    The returned index is the position from which all entries are padding. The index is 0 for an
+    example without real entries.
+    """
     if is_real is None:
         return None
     last = is_real.shape[1] - jnp.argmax(is_real[:, ::-1], axis=1)
@@ -215,9 +225,9 @@ def _ends(is_real: jax.Array | None) -> jax.Array | None:
 
 
 def fill_width(x: jax.Array) -> jax.Array:
-    """Returns ``[b, n, h, r]`` with zeros up to a width that is a power of two, at least 16.
+    """Pads the last axis of ``[b, n, h, r]`` with zeros to a power of two that is at least 16.
 
-    Zeros add nothing to a product, and the columns that they add to results are cut off.
+    The zeros add nothing to a product. The padded columns of results are removed afterwards.
     """
     width = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(x.shape[-1]))
     return x if width == x.shape[-1] else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[-1]),))
@@ -228,9 +238,9 @@ class RowTile:
     """A tile of an array whose rows are queries or keys.
 
     Attributes:
-      index: number of the tile.
-      size: number of rows in a tile.
-      length: number of rows in the array. The last tile may have rows beyond it.
+      index: the number of the tile.
+      size: the number of rows in a tile.
+      length: the number of rows in the array. The last tile may reach beyond the array.
     """
 
     index: Scalar
@@ -238,23 +248,29 @@ class RowTile:
     length: int
 
     def slice(self) -> tuple[Ref, jax.Array | None]:
-        """Returns the rows as a slice, and which of them exist, ``[size]`` bool or None for all."""
+        """Returns the slice of the tile's rows, and a mask of the rows that exist.
+
+        The mask is ``[size]`` bool, or None if every row of every tile exists in the array.
+        """
         first = self.index * self.size
         exists = first + jnp.arange(self.size) < self.length if self.length % self.size else None
         return pl.ds(first, self.size), exists
 
     def is_before(self, ends: Ref, example: Scalar) -> jax.Array:
-        """Returns which rows are before an example's end, ``[size]`` bool; `ends` is ``[b]``."""
+        """Returns whether each row of the tile is before the end of an example, ``[size]`` bool.
+
+        `ends` contains the end of every example, ``[b]``.
+        """
         return jnp.less(self.index * self.size + jnp.arange(self.size), ends[example])
 
 
 class Tile(NamedTuple):
-    """Where a tile of logits is.
+    """The position of a tile of logits.
 
     Attributes:
-      queries: the tile of its queries.
-      keys: the tile of its keys.
-      transposed: whether the rows of the tile are keys. Otherwise they are queries.
+      queries: the tile of queries.
+      keys: the tile of keys.
+      transposed: whether the rows of the tile of logits are keys instead of queries.
     """
 
     queries: RowTile
@@ -263,18 +279,19 @@ class Tile(NamedTuple):
 
     @property
     def query_axis(self) -> int:
-        """The axis of the tile along which queries lie."""
+        """The axis of queries in the tile, 0 or 1."""
         return 1 if self.transposed else 0
 
     @property
     def key_axis(self) -> int:
-        """The axis of the tile along which keys lie."""
+        """The axis of keys in the tile, 0 or 1."""
         return 1 - self.query_axis
 
     def positions(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the query and the key of every logit, and which pairs exist (None for all).
+        """Returns the positions of the query and the key of every logit, and a mask.
 
-        All have the shape of the tile. Positions are those in the arrays.
+        The mask says which pairs of a query and a key exist in the arrays, and is None if all pairs
+        exist. The positions and the mask have the shape of the tile.
         """
         shape = (self.queries.size, self.keys.size)
         if self.transposed:
@@ -295,13 +312,13 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts the logits into tiles, and what else is known when it is traced.
+    """The tiles into which a kernel cuts the logits, and other options known at tracing time.
 
     Attributes:
-      mask: the mask. Kernels read its band here, and its arrays in `Operands`.
+      mask: the mask. Kernels read the band from this mask, and arrays of the mask from `Operands`.
       lengths: the numbers of queries and keys.
       sizes: the sizes of the tiles.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
     """
 
     mask: Mask
@@ -311,7 +328,7 @@ class Tiling:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of tiles of queries and of keys."""
+        """The number of tiles of queries, and the number of tiles of keys."""
         q_length, k_length = self.lengths
         return pl.cdiv(q_length, self.sizes.queries), pl.cdiv(k_length, self.sizes.keys)
 
@@ -324,25 +341,27 @@ class Tiling:
         return RowTile(j, self.sizes.keys, self.lengths[1])
 
     def tile(self, i: Scalar, j: Scalar, *, transposed: bool = False) -> Tile:
-        """Returns the tile of logits of tile i of queries and tile j of keys."""
+        """Returns the tile of logits that belongs to tile i of queries and tile j of keys."""
         return Tile(self.query_tile(i), self.key_tile(j), transposed)
 
     @property
     def _band(self) -> tuple[int | None, int | None]:
-        """How many keys before and after its own position a query may see; None for all.
+        """The numbers of keys that a query may see before and after its own position.
 
-        With a prefix, a query may see keys outside of the band.
+        A number is None if the query may see all keys on this side. With a prefix, both numbers are
+        None, because a query may see keys of the prefix outside of the band.
         """
         return (None, None) if self.mask.prefix_lengths is not None else self.mask.band
 
     def visible_keys(self, i: Scalar, end: Scalar | None) -> tuple[Scalar, Scalar]:
         """Returns the range of tiles of keys that the queries of tile i may see.
 
-        A causal mask saves half of the logits' tiles by this, and a window saves most.
+        Kernels skip tiles of keys outside the range. With a causal mask, kernels skip half of the
+        tiles of logits, and with a window, they skip most tiles.
 
         Args:
-          i: number of the tile of queries.
-          end: where the padding of the keys begins, or None if there is none.
+          i: the number of the tile of queries.
+          end: the position at which the padding of the keys begins, or None without padding.
 
         Returns:
           The number of the first tile, and one more than the number of the last tile.
@@ -359,7 +378,10 @@ class Tiling:
         return _floor_divide(first, size), _floor_divide(last + size - 1, size)
 
     def seeing_queries(self, j: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the range of tiles of queries that may see the keys of tile j."""
+        """Returns the range of tiles of queries that may see the keys of tile j.
+
+        The range has the same form as the result of `visible_keys`.
+        """
         before, after = self._band
         size = self.sizes.queries
         key = j * self.sizes.keys - self.mask.query_offset
@@ -372,20 +394,21 @@ class Tiling:
         return _floor_divide(first, size), _floor_divide(last + size - 1, size)
 
     def spec(self, x: Ref, letters: str) -> pl.BlockSpec | None:
-        """Returns what a program sees of an array, which is one head with all its rows.
+        """Returns the block specification that selects one head of an array, with all rows.
 
-        Axes q and k are as long as whole tiles, so that the slice of the last tile is inside.
+        Axes q and k of the block are rounded up to whole tiles, so that the slice of the last tile
+        lies inside the block. The result is None if the array is absent.
         """
         if x is None:
             return None
         q_count, k_count = self.counts
         sizes = {"q": q_count * self.sizes.queries, "k": k_count * self.sizes.keys, "h": None}
         shape = tuple(sizes.get(letter, n) for letter, n in zip(letters, x.shape, strict=True))
-        # Heads share an array with one head.
+        # If the axis of heads has the size 1, all heads share the array.
         is_head = [letter == "h" and n > 1 for letter, n in zip(letters, x.shape, strict=True)]
 
         def index(_: Scalar, head: Scalar, __: Scalar) -> tuple[Scalar, ...]:
-            """Returns the index of a program's piece along every axis of the array."""
+            """Returns the index of the program's block along every axis of the array."""
             return tuple(head if along_heads else 0 for along_heads in is_head)
 
         return pl.BlockSpec(shape, index)
@@ -403,11 +426,11 @@ class Tiling:
         """Runs a kernel and returns its results.
 
         Args:
-          kernel: a function of references to the inputs and the outputs, of one head.
-          inputs: a tuple of trees of arrays. The first of them is `Operands`.
+          kernel: a function of references to the inputs and the outputs of one head.
+          inputs: a tuple of trees of arrays. The first tree is `Operands`.
           outputs: a tuple of trees of shapes.
-          grid: numbers of programs. The second axis is that of heads.
-          multiply_adds: number of multiply-adds that the kernel makes for each logit.
+          grid: the numbers of programs along each axis of the grid. The second axis is for heads.
+          multiply_adds: the number of multiply-adds that the kernel computes for each logit.
           interpret: whether to run the kernel in Python, without a GPU.
         """
         batch, _, heads, _ = inputs.arrays[0].values.shape
@@ -427,14 +450,14 @@ class Tiling:
 
 
 def _floor_divide(x: Scalar, y: int) -> Scalar:
-    """Returns ``x // y`` of a number that is not negative, without the correction for signs."""
+    """Returns ``x // y`` for x ≥ 0, without the extra operations for negative numbers."""
     return x // y if isinstance(x, int) else lax.div(x, jnp.int32(y))
 
 
 def make_tiling(
     kernel: str, operands: Operands, mask: Mask, q_length: int, soft_cap: float | None
 ) -> Tiling:
-    """Returns the tiling of a kernel, named as in `choose_tile_sizes`."""
+    """Returns the tiling of a kernel. `choose_tile_sizes` lists the names of the kernels."""
     row_bytes = sum(x.shape[-1] * x.dtype.itemsize for x in operands.keys)
     row_bytes = max(row_bytes, operands.values.shape[-1] * operands.values.dtype.itemsize)
     lengths = (q_length, operands.values.shape[1])
@@ -443,12 +466,12 @@ def make_tiling(
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile's queries and keys, after they were loaded.
+    """The loaded rows of the queries, keys and values of a tile.
 
     Attributes:
-      queries: those of every term, ``[queries of the tile, r]``.
-      keys: those of every term, ``[keys of the tile, r]``.
-      values: ``[keys of the tile, e]``.
+      queries: the queries of every term, ``[queries of the tile, r]``.
+      keys: the keys of every term, ``[keys of the tile, r]``.
+      values: the values, ``[keys of the tile, e]``.
     """
 
     queries: list[jax.Array]
@@ -457,12 +480,12 @@ class TileRows(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program knows while it works on one head and example.
+    """The state of a program that computes one head and one example.
 
     Attributes:
-      tiling: how the logits are cut.
+      tiling: the tiling of the logits.
       refs: references to the operands.
-      example: number of the example.
+      example: the number of the example.
     """
 
     tiling: Tiling
@@ -470,52 +493,62 @@ class Program(NamedTuple):
     example: Scalar
 
     def load_queries(self, tile: RowTile) -> list[jax.Array]:
-        """Returns the queries of every term, ``[size, r]`` each, and zeros for padding."""
+        """Returns the queries of every term, ``[size, r]``, with zeros for padding."""
         ends = self.refs.query_ends
         return [load_rows(ref, self.example, tile, ends) for ref in self.refs.queries]
 
     def load_keys(self, tile: RowTile) -> tuple[list[jax.Array], jax.Array]:
-        """Returns the keys of every term, ``[size, r]``, and the values, with zeros for padding."""
+        """Returns the keys of every term ``[size, r]`` and the values ``[size, e]``.
+
+        Padding keys and their values are loaded as zeros.
+        """
         ends = self.refs.key_ends
         keys = [load_rows(ref, self.example, tile, ends) for ref in self.refs.keys]
         return keys, load_rows(self.refs.values, self.example, tile, ends)
 
     def visible_keys(self, i: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns `Tiling.visible_keys` of tile i of queries in this example."""
+        """Returns `Tiling.visible_keys` for tile i of the queries of the program's example."""
         ends = self.refs.key_ends
         return self.tiling.visible_keys(i, None if ends is None else ends[self.example])
 
 
 def load(ref: Ref, exists: jax.Array | None) -> jax.Array:
-    """Returns what a reference points to, and zeros where it does not exist."""
+    """Loads the array behind a reference, with zeros where `exists` is false."""
     return ref[...] if exists is None else plgpu.load(ref, mask=exists, other=0)
 
 
 def load_rows(ref: Ref, example: Scalar, tile: RowTile, ends: Ref = None) -> jax.Array:
-    """Returns a tile of ``[b or 1, n, r]``, ``[size, r]``; zeros from `ends` or the length on."""
+    """Loads a tile ``[size, r]`` of one example of an array ``[b or 1, n, r]``.
+
+    Rows beyond the length of the array are zero. If `ends` is given, rows from the end of the
+    example on are zero.
+    """
     rows, exists = tile.slice()
     if ends is not None:
         exists = tile.is_before(ends, example)
-    # Examples share an array whose first axis has the size 1.
+    # If the first axis of the array has the size 1, all examples share the array.
     ref = ref.at[jnp.minimum(example, ref.shape[0] - 1), rows, :]
     return load(ref, None if exists is None else exists[:, None])
 
 
 def load_vector(ref: Ref, example: Scalar, tile: RowTile) -> jax.Array:
-    """Returns a tile of ``[b, n]``, ``[size]``; zeros from the length on."""
+    """Loads a tile ``[size]`` of one example of an array ``[b, n]``.
+
+    Entries beyond the length of the array are zero.
+    """
     rows, exists = tile.slice()
     ref = ref.at[example, rows]
     return load(ref, exists)
 
 
 def store_rows(ref: Ref, example: Scalar, tile: RowTile, x: jax.Array) -> None:
-    """Writes a tile ``[size, r]`` of ``[b, n, r]``, except rows beyond the length."""
+    """Stores a tile ``[size, r]`` in an array ``[b, n, r]``, except rows beyond its length."""
     rows, exists = tile.slice()
     mask = None if exists is None else exists[:, None]
     plgpu.store(ref.at[example, rows, :], x.astype(ref.dtype), mask=mask)
 
 
 def store_vector(ref: Ref, example: Scalar, tile: RowTile, x: jax.Array) -> None:
-    """Writes a tile ``[size]`` of ``[b, n]``, except numbers beyond the length."""
+    """Stores a tile ``[size]`` in an array ``[b, n]``, except entries beyond its length."""
     rows, exists = tile.slice()
     plgpu.store(ref.at[example, rows], x, mask=exists)

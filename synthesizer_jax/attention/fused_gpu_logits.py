@@ -1,10 +1,10 @@
-"""The logits of a tile in the GPU kernels: products, bias, soft cap and mask.
+"""Computes the logits of a tile in the GPU kernels, from products, bias, soft cap and mask.
 
-A tile is computed when a program comes to it and is dropped afterwards, so memory has no array of
-all logits. Every kernel builds its tiles here, so the backward kernels compute the logits in the
-same way as the forward kernel did.
+A program computes a tile of logits when it needs the tile, and drops the tile afterwards. The
+memory of the GPU therefore never contains an array of all logits. All kernels call this module, so
+the backward kernels compute the same logits as the forward kernel.
 
-A relative bias has one number per diagonal of the logits. A tile looks its numbers up by the
+A relative bias has one number for each diagonal of the logits. A tile looks up these numbers by the
 difference of key and query, so the bias is never expanded to ``[q, k]``.
 """
 
@@ -37,16 +37,18 @@ def logits_tile(
     keys: list[jax.Array],
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the logits of a tile, float32, and which of them the mask allows (None for all).
+    """Returns the logits of a tile in float32, and a bool array that says which logits are allowed.
+
+    The second result is None if the mask allows all logits of the tile.
 
     Args:
       program: the program that computes the tile.
-      tile: where the tile is.
+      tile: the position of the tile.
       queries: the queries of every term, ``[queries of the tile, r]``.
       keys: the keys of every term, ``[keys of the tile, r]``.
-      bias: the tile of `bias_tile`, if it is known already.
+      bias: the result of `bias_tile` if it was computed already, or None.
     """
-    # S = Σ Q Kᵀ over the terms; or its transpose, K Qᵀ.
+    # S = Σ Q Kᵀ is a sum over the terms. A transposed tile has Sᵀ = Σ K Qᵀ instead.
     products = []
     for query_rows, key_rows in zip(queries, keys, strict=True):
         if tile.transposed:
@@ -62,14 +64,14 @@ def logits_tile(
 
 
 def bias_tile(refs: Operands, tile: Tile) -> jax.Array | None:
-    """Returns what the bias adds to the logits of a tile, float32, or None if there is no bias.
+    """Returns the part of the bias for one tile of logits in float32, or None without a bias.
 
-    It is the same for all examples.
+    The bias is the same for all examples.
     """
     query, key, exists = tile.positions()
     parts = []
     if refs.diagonals is not None:
-        # Diagonal 0 has the last query and the first key.
+        # Diagonal 0 contains the pair of the last query and the first key.
         diagonal = key - query + (tile.queries.length - 1)
         parts.append(load(refs.diagonals.at[diagonal], exists))
     if refs.table is not None:
@@ -78,10 +80,11 @@ def bias_tile(refs: Operands, tile: Tile) -> jax.Array | None:
 
 
 def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns which logits of a tile the mask allows, bool of the tile's shape, or None for all.
+    """Returns a bool array that says which logits of a tile the mask allows, or None for all.
 
-    A rule compares positions ``[rows, columns]``, or vectors that broadcast to them.
-    Padding queries are not masked here: the forward kernel sets their ``1 / Σ exp`` to zero.
+    The array has the shape of the tile. Each rule of the mask compares positions
+    ``[rows, columns]``, or vectors that broadcast to this shape. This function does not mask
+    padding queries, because the forward kernel sets the ``1 / Σ exp`` of padding queries to zero.
     """
     tiling, refs, example = program
     query, key, exists = tile.positions()
@@ -90,12 +93,14 @@ def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.A
         """Returns one number per row or column of the tile, ``[rows, 1]`` or ``[1, columns]``."""
         return put_on_axis(load_vector(ref, example, row_tile), axis)
 
-    # Causal masks and windows, except that all queries see the prefix.
+    # The band rules apply causal masks and windows. If there is a prefix, all queries may also see
+    # the keys of the prefix.
     rules = tiling.mask.band_rules(query + tiling.mask.query_offset, key)
     if rules and refs.prefix_lengths is not None:
         rules = [functools.reduce(operator.and_, rules) | (key < refs.prefix_lengths[example])]
 
-    # Padding, or at least what the last tile has beyond the length.
+    # The next rule forbids padding keys. If there are no padding keys, the rule forbids the keys of
+    # the last tile that lie beyond the length.
     if refs.real_keys is not None:
         rules.append(load_along(refs.real_keys, tile.keys, tile.key_axis) != 0)
     elif refs.key_ends is not None:
@@ -103,14 +108,14 @@ def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.A
     elif tile.keys.length % tile.keys.size:
         rules.append(key < tile.keys.length)
 
-    # In packed rows, a query sees its own segment.
+    # In packed rows, a query may attend only to the keys of its own segment.
     if refs.query_segments is not None:
         query_segments = load_along(refs.query_segments, tile.queries, tile.query_axis)
         key_segments = load_along(refs.key_segments, tile.keys, tile.key_axis)
         rules.append(query_segments == key_segments)
 
     if refs.allowed is not None:
-        # One index per logit, because the three indices of a gather must have the same shape.
+        # `pattern` has one index per logit, because all indices of a gather need the same shape.
         pattern = jnp.zeros_like(query) + (example if refs.allowed.shape[0] > 1 else 0)
         rules.append(load(refs.allowed.at[pattern, query, key], exists) != 0)
 
@@ -120,25 +125,25 @@ def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.A
 
 
 def forbid(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Returns the logits, and -inf where the mask forbids a key."""
+    """Returns the logits, with -inf for the keys that the mask forbids."""
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
 def put_on_axis(x: jax.Array, axis: int) -> jax.Array:
-    """Returns a vector along an axis of a tile: ``[n, 1]`` for axis 0, ``[1, n]`` for axis 1."""
+    """Returns a vector reshaped to ``[n, 1]`` for axis 0 of a tile, or ``[1, n]`` for axis 1."""
     return x[:, None] if axis == 0 else x[None, :]
 
 
 def exp(x: jax.Array) -> jax.Array:
-    """Returns ``e ** x``, by the GPU's instruction for powers of two."""
+    """Computes ``e ** x`` with the GPU's instruction for powers of two."""
     return jnp.exp2(x * math.log2(math.e))
 
 
 def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns ``x y``, in float32."""
+    """Returns the matrix product ``x y`` in float32."""
     return plgpu.dot(x, y)
 
 
 def matmul_nt(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns ``x yᵀ``, in float32."""
+    """Returns the matrix product ``x yᵀ`` in float32."""
     return plgpu.dot(x, y, trans_b=True)

@@ -1,20 +1,23 @@
-"""The fused route on TPUs: Pallas kernels.
+"""The Pallas kernels of the fused route for TPUs.
 
 The kernels compute ``O = softmax(S) V`` and its gradients without an array of all logits S. A
-program holds a tile of them in vector memory: some queries of one head and example, and all keys.
-Three things follow from that layout:
+program holds one tile of logits in vector memory. The tile has some queries and all keys of one
+head and one example. Tiles with all keys have three consequences:
 
-* The softmax of a row is complete in one program. There is no loop over keys, no running maximum.
-* Examples go by innermost. What they share stays in vector memory: the tile of the bias is computed
-  once, and cotangents of shared arrays are summed in place, example by example.
-* dQ, a sum over keys, is complete in one program, too. dK and dV are sums over queries. If one tile
-  holds all queries, the same kernel computes them; otherwise a second kernel does, whose tiles are
-  transposed: some keys, and all queries.
+* One program computes the complete softmax of a row, without a loop over keys and without a running
+  maximum.
+* The innermost axis of the grid is the axis of examples. Arrays that the examples share therefore
+  stay in vector memory. A tile of the bias is computed only once, and the cotangents of shared
+  arrays are summed in place, one example after another.
+* One program also computes the complete dQ, which is a sum over keys. dK and dV are sums over
+  queries. If one tile holds all queries, the same kernel computes dK and dV. Otherwise a second
+  kernel computes dK and dV, with transposed tiles that have some keys and all queries.
 
-The geometry of tiles is in `fused_tpu_geometry`, the logits of a tile in `fused_tpu_logits`, and
-what the kernels share with those of the static route in `tpu`. In the comments, S are the logits, P
-the weights, Q, K and V the rows of queries, keys and values, and O the outputs. Shapes are those of
-a tile that is not transposed: ``[q, k]`` stands for the queries of the tile and all keys.
+`fused_tpu_geometry` defines how tiles are cut, and `fused_tpu_logits` computes the logits of a
+tile. `tpu` contains the functions that the static route uses as well. The comments write S for the
+logits, P for the weights, Q, K and V for the rows of queries, keys and values, and O for the
+outputs. Shapes in comments refer to a tile that is not transposed. In shapes such as ``[q, k]``, q
+is the number of queries in the tile, and k is the number of all keys.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ from synthesizer_jax.base.typing import PyTree
 
 
 def obstacle(inputs: FusedInputs) -> str | None:
-    """Returns why the kernels cannot take these inputs, or None if they can."""
+    """Explains why the TPU kernels cannot take the inputs, or returns None if they can."""
     mask = inputs.mask
     if mask.allowed is not None and mask.allowed.shape[1] > 1:
         return "The kernels support Mask.allowed only if all heads share it."
@@ -81,14 +84,14 @@ def forward(
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `backward` needs.
 
     Args:
-      q_length: number of queries.
+      q_length: the number of queries.
       query_offset: `Mask.query_offset`, as a static number.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
       inputs: terms, values and mask.
       interpret: whether to run the kernel in Python, without a TPU.
     """
     batch, k_length, heads, width = inputs.values.shape
-    # Padding may hold NaN, which a weight of zero does not erase.
+    # Padding may contain NaN, and a weight of zero times NaN is NaN, so padding is cleared.
     operands = make_operands(inputs.cleared(q_length), prepare_bias(inputs.biases))
     tiling = Tiling(inputs.mask, query_offset, batch, heads, q_length, k_length, soft_cap)
 
@@ -102,7 +105,8 @@ def forward(
         interpret=interpret,
     )
 
-    # The kernel computes padding queries like others.
+    # The kernel treats padding queries like real queries, so the results of padding queries are set
+    # to zero here.
     real_queries = inputs.mask.queries(q_length)
     if real_queries is not None:
         out = jnp.where(real_queries[:, None, :, None], out, 0)
@@ -120,31 +124,34 @@ def _forward_kernel(
     inverse_row_sum: Ref,
     scratch: Scratch,
 ) -> None:
-    """Computes the output of one tile of queries, of one head and example."""
+    """Computes the output for one tile of queries of one head and one example."""
     fill_bias_tile(scratch.bias_tile, refs.bias, tiling)
     logits, allowed = logits_tile(refs, scratch.bias_tile, tiling)  # [q, k]
     if allowed is not None:
         logits = jnp.where(allowed, logits, LOW)
     largest = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), LOW)  # [q, 1]
 
-    # E = exp(S - max) is not normalized: O = E V / Σ E divides [q, e] numbers in place of [q, k].
-    # The sum adds what multiplies V, which may have been rounded to bfloat16.
+    # The weights E = exp(S - max) are not normalized. O = E V / Σ E divides an array [q, e] instead
+    # of an array [q, k]. E is rounded to the dtype of V before it is summed, so that the sum
+    # contains the same weights as the product with V.
     weights = clear_forbidden(allowed, jnp.exp(logits - largest)).astype(refs.values.dtype)
     row_sum = jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)  # [q, 1]
 
-    # Rows without keys get zeros in place of 0 / 0.
+    # Rows without keys become zero instead of 0 / 0.
     has_keys = row_sum > 0.0
     inverse = jnp.where(has_keys, 1.0 / jnp.where(has_keys, row_sum, 1.0), 0.0)
     out[...] = (matmul(weights, refs.values[...], axes=(1, 0)) * inverse).astype(out.dtype)
 
-    # Statistics are rows [1, q], which fill registers; a column [q, 1] would use one lane of 128.
+    # The statistics are stored as rows [1, q], which fill registers. A column [q, 1] would use only
+    # one lane of 128.
     row_max[...] = jnp.where(has_keys, largest, 0.0).T
     inverse_row_sum[...] = inverse.T
 
 
 class _Residuals(NamedTuple):
-    """What the backward kernels read besides the operands. In a kernel, references without axes b
-    and h.
+    """The arrays that the backward kernels read in addition to the operands.
+
+    In a kernel, the attributes are references to a program's tiles, without axes b and h.
 
     Attributes:
       dout: the cotangent of the output, ``[b, h, q, e]``.
@@ -165,12 +172,12 @@ _RESIDUAL_AXES = _Residuals(dout="bhq.", row_max="bh.q", inverse_row_sum="bh.q",
 class _Cotangents(NamedTuple):
     """The cotangents that a backward kernel computes, or the arrays to which they belong.
 
-    Anything is None that the kernel leaves out.
+    A cotangent is None if the kernel does not compute it.
 
     Attributes:
-      products: those of `Operands.products`.
-      values: those of `Operands.values`, ``[b, h, k, e]``.
-      bias: those of `Operands.bias`.
+      products: the cotangents of `Operands.products`.
+      values: the cotangent of `Operands.values`, ``[b, h, k, e]``.
+      bias: the cotangents of `Operands.bias`.
     """
 
     products: Products
@@ -182,7 +189,11 @@ class _Cotangents(NamedTuple):
         return _Cotangents(product_axes(self.products), "bhk.", BIAS_AXES)
 
     def shapes(self) -> PyTree:
-        """Returns what a kernel writes: float32 for arrays that are summed over the batch."""
+        """Returns the shapes and dtypes of a kernel's results.
+
+        Cotangents that are summed over the batch are float32. Other cotangents have the dtype of
+        their array.
+        """
 
         def shape(x: Ref) -> jax.ShapeDtypeStruct:
             is_sum = x.shape[0] == 1 or x.ndim < 4  # a bias has no axis of examples
@@ -191,7 +202,7 @@ class _Cotangents(NamedTuple):
         return jax.tree.map(shape, self)
 
     def is_shared(self) -> PyTree:
-        """Returns for every array whether all examples share it."""
+        """Returns a tree of bools that say whether all examples share the array."""
         return jax.tree.map(lambda x: x.shape[0] == 1, self)
 
 
@@ -210,7 +221,7 @@ def backward(
 
     Args:
       query_offset: `Mask.query_offset`, as a static number.
-      soft_cap: as in `attend`.
+      soft_cap: the argument `soft_cap` of `attend`.
       inputs: the inputs of `forward`.
       stats: the row statistics that `forward` returned.
       delta: `softmax_vjp_delta` of the output and its cotangent, ``[b, q, h, 1]``.
@@ -227,14 +238,16 @@ def backward(
     tiling = Tiling(inputs.mask, query_offset, batch, heads, q_length, k_length, soft_cap)
 
     if tiling.tile_rows == q_length:
-        # One tile holds all queries, so its program can sum over them: one kernel does everything.
+        # One tile holds all queries, so a program can sum over the queries. One kernel therefore
+        # computes all cotangents.
         primals = _Cotangents(operands.products, operands.values, bias)
         cotangents = _call_backward(operands, residuals, primals, tiling, interpret=interpret)
     else:
         primals = _Cotangents(without_keys(operands.products), None, bias)
         by_queries = _call_backward(operands, residuals, primals, tiling, interpret=interpret)
 
-        # A second kernel for what is a sum over queries. The rows of its tiles are keys.
+        # A second kernel with transposed tiles computes the cotangents that are sums over queries.
+        # The rows of transposed tiles are keys.
         tiling = tiling.transpose()
         operands = operands._replace(bias=_transpose_bias(bias, q_length + k_length - 1))
         keys = without_queries(operands.products._replace(outer=()))
@@ -243,7 +256,7 @@ def backward(
         cotangents = _merge(by_queries, by_keys)
 
     def finish(d: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns a cotangent in the layout and dtype of its array."""
+        """Returns the cotangent of an array, in the layout and dtype of the array."""
         return heads_first(d).astype(x.dtype)
 
     dproducts = jax.tree.map(finish, cotangents.products, inputs.products)
@@ -253,7 +266,10 @@ def backward(
 
 
 def _merge(by_queries: _Cotangents, by_keys: _Cotangents) -> _Cotangents:
-    """Returns the cotangents of two kernels, which left out those of the other."""
+    """Combines the cotangents of the kernel for queries and the kernel for keys.
+
+    Each of the two kernels leaves out the cotangents that the other kernel computes.
+    """
     low_rank = tuple(
         dataclasses.replace(term, keys=other.keys)
         for term, other in zip(by_queries.products.low_rank, by_keys.products.low_rank, strict=True)
@@ -263,13 +279,14 @@ def _merge(by_queries: _Cotangents, by_keys: _Cotangents) -> _Cotangents:
 
 
 def _transpose_bias(bias: Bias, count: int) -> Bias:
-    """Returns the bias for tiles whose rows are keys: its diagonals run from last to first.
+    """Returns the bias for tiles whose rows are keys.
 
-    The table stays as it is, because `fill_bias_tile` transposes a tile of it.
+    The order of the diagonals is reversed. The table stays as it is, because `fill_bias_tile`
+    transposes the tiles of the table.
 
     Args:
       bias: the bias for tiles whose rows are queries.
-      count: number of diagonals, without the zeros that fill them up.
+      count: the number of diagonals, without the zeros at the end of the array.
     """
     if bias.diagonals is None:
         return bias
@@ -286,8 +303,9 @@ def _call_backward(
     *,
     interpret: bool,
 ) -> _Cotangents:
-    """Returns the cotangents of those operands that are given as `primals`."""
-    # Each factor S, dQ and dK takes as many multiply-adds as the logits; dP and dV take the width.
+    """Returns the cotangents of the operands that `primals` contains."""
+    # For each logit, S, dQ and dK take as many multiply-adds as the factors have columns. dP and dV
+    # take as many multiply-adds as the values have columns.
     low_rank = primals.products.low_rank
     has_queries = any(term.queries is not None for term in low_rank)
     has_keys = any(term.keys is not None for term in low_rank)
@@ -314,20 +332,23 @@ def _backward_kernel(
     results: _Cotangents,
     scratch: Scratch,
 ) -> None:
-    """Computes the cotangents of one tile, of one head and example.
+    """Computes the cotangents for one tile of logits of one head and one example.
 
     Args:
-      tiling: how the logits are cut.
-      is_shared: a tree like `results`: whether all examples share a result.
+      tiling: the tiling of the logits.
+      is_shared: a tree of bools with the structure of `results`. A bool is true if all examples
+        share the result.
       refs: references to the tiles of the operands.
       residuals: references to the tiles of the residuals.
-      results: references to what is written; None for what the kernel leaves out.
+      results: references to the tiles of the results, with None for results that the kernel leaves
+        out.
       scratch: references to the scratch memory.
     """
     fill_bias_tile(scratch.bias_tile, refs.bias, tiling)
     logits, allowed = logits_tile(refs, scratch.bias_tile, tiling)  # [q, k], or [k, q]
 
-    # Rows [1, q] belong to the columns of a transposed tile, and to the rows [q, 1] of another.
+    # The residuals are rows [1, q], which broadcast to a transposed tile [k, q]. For a tile [q, k],
+    # the rows are transposed to columns [q, 1].
     row_max, inverse_row_sum, delta = (
         row[...] if tiling.transposed else row[...].T
         for row in (residuals.row_max, residuals.inverse_row_sum, residuals.delta)
@@ -335,13 +356,13 @@ def _backward_kernel(
     # P = exp(S - max) / Σ exp
     weights = clear_forbidden(allowed, jnp.exp(logits - row_max)) * inverse_row_sum
 
-    # dP = dO Vᵀ, or its transpose V dOᵀ;  dS = P ∘ (dP - delta)
+    # dP = dO Vᵀ and dS = P ∘ (dP - delta). A transposed tile has dPᵀ = V dOᵀ instead of dP.
     dout = residuals.dout[...]
     values = refs.values[...]
     pair = (values, dout) if tiling.transposed else (dout, values)
     dlogits = weights * (matmul(*pair, axes=(1, 1)) - delta)
     if tiling.soft_cap is not None:
-        # The derivative of c · tanh(x / c) is 1 - tanh², and the logits are c · tanh already.
+        # With the soft cap c, the logits are c · tanh(x / c). Their derivative is 1 - tanh²(x / c).
         dlogits *= 1.0 - (logits / tiling.soft_cap) ** 2
 
     _write_products(tiling, is_shared.products, refs.products, results.products, dlogits)
@@ -358,7 +379,7 @@ def _backward_kernel(
 def _write_products(
     tiling: Tiling, is_shared: PyTree, terms: Products, results: Products, dlogits: jax.Array
 ) -> None:
-    """Writes the cotangents of the factors of all products, from those of the logits of a tile."""
+    """Computes the cotangents of the factors of all products from dS, and writes them."""
     low_rank = zip(terms.low_rank, results.low_rank, is_shared.low_rank, strict=True)
     for term, result, shared in low_rank:
         if result.queries is not None:
@@ -372,7 +393,7 @@ def _write_products(
             dkeys = matmul(dlogits.astype(queries.dtype), queries, axes=(tiling.query_axis, 0))
             _write_result(result.keys, dkeys, is_shared=shared.keys)
 
-    # The kernel with transposed tiles leaves these out: a and b have an axis of queries, like Q.
+    # The kernel with transposed tiles skips `Outer` terms, because a and b have an axis of queries.
     if results.outer:
         outer = zip(terms.outer, results.outer, is_shared.outer, strict=True)
         for outer_term, outer_result, outer_shared in outer:
@@ -382,9 +403,9 @@ def _write_products(
 
 
 def _write_result(ref: Ref, value: jax.Array, *, is_shared: bool) -> None:
-    """Writes a result of one example, or adds it to those of the examples before.
+    """Writes the result of one example, or adds it to the sum over the previous examples.
 
-    The tile of a result that all examples share stays in vector memory while they go by.
+    If all examples share the result, its tile stays in vector memory until the last example.
     """
     value = value.astype(ref.dtype)
     if not is_shared:
@@ -403,14 +424,15 @@ def _write_result(ref: Ref, value: jax.Array, *, is_shared: bool) -> None:
 def _add_diagonals(total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiling: Tiling) -> None:
     """Adds the sums along a tile's diagonals to the cotangent of the diagonals.
 
-    Tiles of all examples are summed first. Rotating them to sum diagonals is the costly part, and
-    it is done once, with the last example.
+    The tiles of all examples are summed first. The sum along diagonals rotates registers, which is
+    slow, so it is computed only once, with the last example.
 
     Args:
-      total: the cotangent, ``[1, w]``. Its tile stays while the tiles of a head go by.
-      dlogits_sum: scratch memory, ``[tile_rows, columns]``.
-      dlogits: the cotangents of the logits of this example, likewise.
-      tiling: how the logits are cut.
+      total: the cotangent of the diagonals, ``[1, w]``, which stays in vector memory for all tiles
+        of a head.
+      dlogits_sum: scratch memory for the sum over the examples, ``[tile_rows, columns]``.
+      dlogits: the cotangents of the logits of the current example, ``[tile_rows, columns]``.
+      tiling: the tiling of the logits.
     """
     index = pl.program_id(1)
     example = pl.program_id(2)

@@ -1,7 +1,7 @@
-"""How the TPU kernels of the fused route are cut into tiles, and what they read.
+"""Defines the tiles and the operands of the TPU kernels of the fused route.
 
-The logits of one head and example are a matrix ``[q, k]``. A program holds a *tile* of it in vector
-memory: some of the rows and all columns. ::
+The logits of one head and one example are a matrix ``[q, k]``. A program holds a *tile* of the
+matrix in vector memory. The tile has some rows and all columns of the matrix. ::
 
               all keys
             ┌──────────────────────┐
@@ -12,11 +12,12 @@ memory: some of the rows and all columns. ::
             │                      │
             └──────────────────────┘
 
-All keys of a row are there at once, so the softmax needs no second pass and no rescaling. The grid
-is ``(heads, tiles of rows, examples)``. Examples are innermost: a tile of the bias, which they
-share, is read once for all of them.
+A tile contains all keys of a row, so the softmax needs no second pass and no rescaling. The grid is
+``(heads, tiles of rows, examples)``. The axis of examples is innermost, so that a tile of the bias
+is read only once for all examples.
 
-The tiles of one backward kernel are *transposed*: their rows are keys, and they hold all queries.
+One of the backward kernels has *transposed* tiles. The rows of a transposed tile are some keys,
+and the columns of a transposed tile are all queries.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ from synthesizer_jax.attention.tpu import BIAS_AXES, LANES, Bias, KernelPlan, Re
 from synthesizer_jax.base.typing import PyTree
 
 MAX_TILE = 256 * 1024
-"""The most logits in a tile, which are 1 MiB in float32.
+"""The largest number of logits in a tile, which takes 1 MiB in float32.
 
-About six arrays of this size live at once, and a core of TPU v4 has 16 MiB of vector memory.
+A program holds about six arrays of this size at once. A core of TPU v4 has 16 MiB of vector memory.
 """
 
 
 def choose_tile_rows(rows: int, columns: int) -> int:
-    """Returns how many rows of a matrix of logits a tile has.
+    """Returns the number of rows of a tile, for a matrix of logits with `rows` and `columns`.
 
-    That is all of them if they fit, and otherwise a multiple of `LANES`: a tile may be not much
-    larger than `MAX_TILE`.
+    A tile has all rows if they fit into `MAX_TILE` logits. Otherwise the number of rows is the
+    largest multiple of `LANES` that fits, and at least `LANES`.
     """
-    columns = max(columns, LANES)  # a row fills whole registers
+    columns = max(columns, LANES)  # a row takes at least one whole register
     if rows * columns <= MAX_TILE:
         return rows
     return min(rows, max(LANES, MAX_TILE // columns // LANES * LANES))
 
 
 class Scratch(NamedTuple):
-    """Vector memory that programs of one head and tile of rows share, from example to example.
+    """Vector memory that is kept from one example to the next, for one head and one tile of rows.
 
     Attributes:
-      bias_tile: the bias, ``[tile_rows, columns]`` float32, or None if there is none.
+      bias_tile: the tile of the bias, ``[tile_rows, columns]`` float32, or None without a bias.
       dlogits_sum: the sum of dS over the examples so far, ``[tile_rows, columns]`` float32, or None
-        if no cotangent of diagonals is computed.
+        if the kernel does not compute the cotangent of diagonals.
     """
 
     bias_tile: Ref = None
@@ -69,17 +70,16 @@ class Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the logits are cut into tiles ``[tile_rows, columns]``, and what else is known when
-    tracing.
+    """The tiles into which a kernel cuts the logits, and other options known at tracing time.
 
     Attributes:
-      mask: the mask. Kernels read its band here, and its arrays in `Operands`.
+      mask: the mask. Kernels read the band from this mask, and arrays of the mask from `Operands`.
       offset: the position of the first query.
-      batch: number of examples.
-      heads: number of heads.
-      rows: number of queries, or of keys if `transposed`.
-      columns: number of keys, or of queries if `transposed`.
-      soft_cap: as in `attend`.
+      batch: the number of examples.
+      heads: the number of heads.
+      rows: the number of queries, or the number of keys if `transposed`.
+      columns: the number of keys, or the number of queries if `transposed`.
+      soft_cap: the argument `soft_cap` of `attend`.
       transposed: whether the rows of a tile are keys.
     """
 
@@ -100,7 +100,7 @@ class Tiling:
 
     @property
     def tile_rows(self) -> int:
-        """Number of rows in a tile."""
+        """The number of rows in a tile."""
         return choose_tile_rows(self.rows, self.columns)
 
     @property
@@ -110,12 +110,12 @@ class Tiling:
 
     @property
     def query_axis(self) -> int:
-        """The axis of a tile along which queries lie."""
+        """The axis of queries in a tile, 0 or 1."""
         return 1 if self.transposed else 0
 
     @property
     def key_axis(self) -> int:
-        """The axis of a tile along which keys lie."""
+        """The axis of keys in a tile, 0 or 1."""
         return 1 - self.query_axis
 
     def scratch(self, bias: Bias, *, sums_diagonals: bool = False) -> Scratch:
@@ -130,9 +130,10 @@ class Tiling:
         return Scratch(tile if has_bias else None, tile if sums_diagonals else None)
 
     def plan(self, multiply_adds: int, scratch: Scratch) -> KernelPlan:
-        """Returns the plan of a kernel that makes so many multiply-adds for each logit.
+        """Returns the plan of a kernel that computes `multiply_adds` for each logit.
 
-        A program sees one head ``h``, one example ``b``, and a tile's queries ``q`` or keys ``k``.
+        The tiles of a program have one head ``h`` and one example ``b``. The rows of a tile are
+        queries ``q``, or keys ``k`` if the tile is transposed.
         """
         row_axis = "k" if self.transposed else "q"
         num_logits = self.batch * self.heads * self.rows * self.columns
@@ -147,19 +148,19 @@ class Tiling:
 
 
 class Operands(NamedTuple):
-    """What logits are made of, heads first. In a kernel, these are references to a program's
-    tiles.
+    """The arrays that every kernel reads to compute logits and outputs.
 
-    Tiles have no axes b and h, so a kernel sees matrices.
+    In a kernel, the attributes are references to a program's tiles. Tiles have no axes b and h, so
+    they are matrices. An attribute is None if the call has no such array.
 
     Attributes:
-      products: terms whose arrays are ``[b or 1, h, n, r]``.
-      values: ``[b, h, k, e]``.
-      bias: what the examples share.
-      real_keys: ``[b, 1, k]`` int32, 1 for real keys, or None if all are.
-      query_segments: ``[b, 1, q]`` int32, in packed rows.
-      key_segments: ``[b, 1, k]`` int32, in packed rows.
-      allowed: ``[b or 1, q, k]`` int8, `Mask.allowed`.
+      products: the terms that are products of factors. Their arrays are ``[b or 1, h, n, r]``.
+      values: the values, ``[b, h, k, e]``.
+      bias: the bias, which all examples share.
+      real_keys: an array ``[b, 1, k]`` int32 that is 1 for real keys, or None if no key is padding.
+      query_segments: the segments of queries in packed rows, ``[b, 1, q]`` int32.
+      key_segments: the segments of keys in packed rows, ``[b, 1, k]`` int32.
+      allowed: `Mask.allowed`, ``[b or 1, q, k]`` int8.
     """
 
     products: Products
@@ -171,7 +172,7 @@ class Operands(NamedTuple):
     allowed: Ref
 
     def axes(self) -> Operands:
-        """Returns the letters of the axes of every array, as `KernelPlan.spec` reads them."""
+        """Returns the letters of every array's axes, in the form that `KernelPlan.spec` takes."""
         return Operands(
             products=product_axes(self.products),
             values="bhk.",
@@ -183,7 +184,7 @@ class Operands(NamedTuple):
         )
 
     def multiply_adds(self) -> int:
-        """Returns the number of multiply-adds that make one logit."""
+        """Returns the number of multiply-adds that compute one logit."""
         low_rank = sum(term.keys.shape[-1] for term in self.products.low_rank)
         return low_rank + sum(term.a.shape[-1] + term.b.shape[-1] for term in self.products.outer)
 
@@ -191,7 +192,8 @@ class Operands(NamedTuple):
 def make_operands(inputs: FusedInputs, bias: Bias) -> Operands:
     """Returns the inputs of the fused route in the layout of the kernels."""
     products, _, values, mask, _ = inputs
-    # Segments tell padding by themselves: it has a segment of its own.
+    # In packed rows, padding has a separate segment, so `query_segments` and `key_segments` already
+    # exclude padding.
     has_padding = mask.key_lengths is not None or mask.key_valid is not None
     real_keys = mask.keys(values.shape[1]) if has_padding else None
     return Operands(
@@ -206,12 +208,15 @@ def make_operands(inputs: FusedInputs, bias: Bias) -> Operands:
 
 
 def _as_row(x: jax.Array | None) -> jax.Array | None:
-    """Returns ``[b, n]`` as ``[b, 1, n]`` int32: a tile of one example is then a matrix."""
+    """Reshapes ``[b, n]`` to ``[b, 1, n]`` int32, so that the tile of one example is a matrix."""
     return None if x is None else x.astype(jnp.int32)[:, None]
 
 
 def product_axes(products: Products) -> Products:
-    """Returns the letters of the axes of every factor that is not None, ``bhq.`` or ``bhk.``."""
+    """Returns the letters of the axes of every factor, which are ``bhq.`` or ``bhk.``.
+
+    A factor that is None has no letters.
+    """
     axes: Products = map_arrays(lambda a: f"bh{a.axes[1]}.", products)
     return axes
 
@@ -219,7 +224,8 @@ def product_axes(products: Products) -> Products:
 def heads_first(x: jax.Array) -> jax.Array:
     """Transposes ``[b, n, h, r]`` to ``[b, h, n, r]``, and back.
 
-    The last two axes of a tile fill registers. They must be rows and width, not heads and width.
+    Registers hold the last two axes of a tile. The last two axes must therefore be rows and width
+    instead of heads and width.
     """
     return x.swapaxes(1, 2)
 

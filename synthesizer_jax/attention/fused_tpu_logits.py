@@ -1,7 +1,8 @@
-"""The logits of a tile in the TPU kernels of the fused route: products, bias, soft cap and mask.
+"""Computes the logits of a tile in the TPU kernels of the fused route.
 
-The forward and the backward kernels build their tiles here, with rows that are queries or keys.
-What examples share of a tile, which is its bias, is computed for the first example and kept.
+The logits combine products, bias, soft cap and mask. Both the forward kernel and the backward
+kernels call this module. The rows of a tile are queries, or keys if the tile is transposed. All
+examples share the bias, so a tile of the bias is computed for the first example and kept.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from synthesizer_jax.attention.tpu import Bias, Ref, matmul, roll_diagonals
 
 
 def fill_bias_tile(tile: Ref, bias: Bias, tiling: Tiling) -> None:
-    """Computes a tile of the bias, ``[tile_rows, columns]``, when the first example goes by.
+    """Computes a tile of the bias, ``[tile_rows, columns]``, if the example is the first one.
 
-    The other examples find it in scratch memory. Does nothing if `tile` is None.
+    The programs of the other examples read the tile from scratch memory. The function does nothing
+    if `tile` is None.
     """
     if tile is None:
         return
@@ -41,17 +43,19 @@ def fill_bias_tile(tile: Ref, bias: Bias, tiling: Tiling) -> None:
 
 
 def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the logits of a program's tile, float32, and which the mask allows (None for all).
+    """Returns the logits of a program's tile, float32, and a bool array of the allowed logits.
+
+    The second result is None if the mask allows all logits of the tile.
 
     Args:
       refs: references to the tiles of the operands.
-      bias: the tile that `fill_bias_tile` filled, or None if there is no bias.
-      tiling: how the logits are cut.
+      bias: the tile that `fill_bias_tile` filled, or None if the logits have no bias.
+      tiling: the tiling of the logits.
     """
     index = pl.program_id(1)
 
     def product(queries: jax.Array, keys: jax.Array, *, exact: bool = False) -> jax.Array:
-        """Returns ``Q Kᵀ``, or its transpose ``K Qᵀ``, in the shape of the tile."""
+        """Returns ``Q Kᵀ``, or the transposed product ``K Qᵀ`` if the tile is transposed."""
         pair = (keys, queries) if tiling.transposed else (queries, keys)
         return matmul(*pair, axes=(1, 1), exact=exact)
 
@@ -59,7 +63,7 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
     summands = [] if bias is None else [bias[...]]
     summands += [product(term.queries[...], term.keys[...]) for term in refs.products.low_rank]
     for term in refs.products.outer:
-        # The keys of the tile: its rows if it is transposed, and otherwise all of them.
+        # A transposed tile has as many keys as rows, from `first` on. Other tiles have all keys.
         first: int | jax.Array = 0
         count = tiling.columns
         if tiling.transposed:
@@ -77,24 +81,24 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
 
 
 def _allowed_tile(refs: Operands, tiling: Tiling, index: jax.Array) -> jax.Array | None:
-    """Returns which logits of a tile the mask allows, bool of the tile's shape, or None for all.
+    """Returns a bool array that says which logits of a tile the mask allows, or None for all.
 
-    Padding queries are not masked here: the forward kernel's caller sets their ``1 / Σ exp`` to
-    zero.
+    The array has the shape of the tile. This function does not mask padding queries, because the
+    caller of the forward kernel sets the ``1 / Σ exp`` of padding queries to zero.
     """
     row = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 0) + index * tiling.tile_rows
     column = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 1)
     query, key = (column, row) if tiling.transposed else (row, column)
 
-    # Causal masks and windows.
+    # The band rules apply causal masks and windows.
     rules = tiling.mask.band_rules(query + tiling.offset, key)
 
     if refs.real_keys is not None:
         real_keys = refs.real_keys[...]  # [1, k]
         rules.append((real_keys.T if tiling.transposed else real_keys) != 0)
 
-    # In packed rows, a query sees its own segment. The arrays are [1, n]; one of them becomes
-    # [n, 1].
+    # In packed rows, a query may attend only to the keys of its own segment. Both arrays are
+    # [1, n], and the array for the rows of the tile is transposed to [n, 1].
     if refs.query_segments is not None:
         query_segments = refs.query_segments[...]
         key_segments = refs.key_segments[...]
@@ -113,24 +117,29 @@ def _allowed_tile(refs: Operands, tiling: Tiling, index: jax.Array) -> jax.Array
 
 
 def clear_forbidden(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
-    """Returns the weights, and zeros where the mask forbids a key.
+    """Returns the weights, with zeros for the keys that the mask forbids.
 
-    In a row without keys, all logits are as low as the maximum, so their exponentials are 1, not 0.
+    In a row without keys, the forward kernel sets all logits to `LOW`, which is also the maximum of
+    the row. The exponentials are then 1 instead of 0, so the weights of forbidden keys must be
+    cleared.
     """
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
 def a_one_hot(term: Outer, first: int | jax.Array, count: int) -> jax.Array:
-    """Returns Eₐ, which number of ``a`` each key has, as ones and zeros ``[count, A]``.
+    """Returns the one-hot matrix Eₐ, ``[count, A]``, which selects an entry of ``a`` for each key.
 
-    Key j of an `Outer` term has number ``j // B`` of ``a`` and ``j % B`` of ``b``. Products with
-    ones and zeros take the place of a gather, which TPUs do slowly.
+    Key j of an `Outer` term has the entries ``a[j // B]`` and ``b[j % B]``. A product with a
+    one-hot matrix replaces a gather, because gathers are slow on TPUs.
     """
     return _one_hot(term.a, lax.div, term.b.shape[-1], first, count)
 
 
 def b_one_hot(term: Outer, first: int | jax.Array, count: int) -> jax.Array:
-    """Returns Eᵦ, which number of ``b`` each key has, as ones and zeros ``[count, B]``."""
+    """Returns the one-hot matrix Eᵦ, ``[count, B]``, which selects an entry of ``b`` for each key.
+
+    See `a_one_hot`.
+    """
     return _one_hot(term.b, lax.rem, term.b.shape[-1], first, count)
 
 
@@ -141,7 +150,10 @@ def _one_hot(
     first: int | jax.Array,
     count: int,
 ) -> jax.Array:
-    """Returns ``number_of(key, size)`` of keys from `first` on, as ones and zeros."""
+    """Returns the one-hot matrix of ``number_of(key, size)`` for the `count` keys from `first` on.
+
+    The last axis of the matrix is as long as the last axis of `factor`.
+    """
     shape = (count, factor.shape[-1])
     key = lax.broadcasted_iota(jnp.int32, shape, 0) + first
     number = number_of(key, jnp.int32(size))
@@ -151,7 +163,8 @@ def _one_hot(
 def outer_vjp(term: Outer, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of an `Outer` term's factors, ``[q, A]`` and ``[q, B]``.
 
-    Its logits are ``(a Eₐᵀ) ∘ (b Eᵦᵀ)``, so ``da = (dS ∘ b Eᵦᵀ) Eₐ`` and ``db = (dS ∘ a Eₐᵀ) Eᵦ``.
+    The logits of the term are ``(a Eₐᵀ) ∘ (b Eᵦᵀ)``. The cotangents of its factors are therefore
+    ``da = (dS ∘ b Eᵦᵀ) Eₐ`` and ``db = (dS ∘ a Eₐᵀ) Eᵦ``.
     """
     k_length = dlogits.shape[1]
     a_keys = a_one_hot(term, 0, k_length)  # [k, A]

@@ -1,8 +1,9 @@
-"""Arrays that go into a Pallas kernel and come out of it, and the call of a kernel.
+"""Labels the axes of the inputs and outputs of Pallas kernels, and runs the kernels.
 
-A kernel has many arguments, of different ranks, and some of them are absent. A letter for each of
-their axes says how an argument is cut, so that nobody writes its `BlockSpec` by hand. The kernels
-for TPUs and GPUs cut their arguments in different ways, but they are called in the same way.
+A kernel has many arguments with different ranks, and some arguments may be absent. Each axis of an
+argument has a letter. The letters determine how an argument is cut into blocks, so that no
+`BlockSpec` is written by hand. The kernels for TPUs and the kernels for GPUs cut their arguments in
+different ways, but `run_kernel` runs both.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ from synthesizer_jax.base.typing import PyTree
 
 
 class LabeledArrays(NamedTuple):
-    """A tree of arrays, and of what their axes are.
+    """A tree of arrays, with letters that name the axes of each array.
 
     Attributes:
-      arrays: a tree of arrays or of `jax.ShapeDtypeStruct`; None for an array that is absent.
-      axes: a tree like it, with one letter per axis, such as ``"bqhr"``.
+      arrays: a tree of arrays or of `jax.ShapeDtypeStruct`, with None for each absent array.
+      axes: a tree with the structure of `arrays` and a string for each array. The string has one
+        letter per axis, such as ``"bqhr"``.
     """
 
     arrays: PyTree
     axes: PyTree
 
     def specs(self, spec: Callable[[Any, str], pl.BlockSpec | None]) -> PyTree:
-        """Returns the block specification of every array, a tree like the arrays."""
+        """Returns the tree of the block specifications of all arrays."""
         return jax.tree.map(spec, self.arrays, self.axes, is_leaf=lambda x: x is None)
 
     def num_bytes(self) -> int:
-        """Returns the size of all arrays together."""
+        """Returns the total number of bytes of all arrays."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.arrays))
 
     def shapes_that_vary_like(self, inputs: LabeledArrays) -> PyTree:
-        """Returns the shapes of a kernel's results, which differ between devices if its inputs do.
+        """Returns the shapes of a kernel's results, with the varying mesh axes of the inputs.
 
-        Inside `jax.shard_map`, the type of an array says along which mesh axes it varies.
+        Inside `jax.shard_map`, the type of an array contains the mesh axes along which the array
+        varies. The results vary along the same mesh axes as the inputs.
         """
         varying = jax.typeof(jax.tree.leaves(inputs.arrays)[0]).mat
         return jax.tree.map(
@@ -65,15 +68,15 @@ def run_kernel(
     Args:
       kernel: a function of references to the inputs, the outputs and the scratch memory.
       inputs: a tuple of trees of arrays.
-      outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`, whose shapes the results
-        have.
-      spec: returns how an array with the given letters of axes is cut, or None if there is no
-        array.
-      grid: numbers of programs.
-      flops: FLOPs of all programs.
-      exponentials: number of exponentials that all programs compute.
+      outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`. The results have the same
+        shapes and dtypes.
+      spec: a function that maps an array and the letters of its axes to a block specification, or
+        to None if the array is absent.
+      grid: the numbers of programs along each axis of the grid.
+      flops: the number of FLOPs of all programs together.
+      exponentials: the number of exponentials that all programs compute.
       compiler_params: the parameters of the platform's compiler.
-      scratch: a tuple of memory that a program keeps for the next one.
+      scratch: a tuple of scratch memory that a program keeps for the next program.
       interpret: whether to run the kernel in Python, without the device.
     """
     cost = pl.CostEstimate(

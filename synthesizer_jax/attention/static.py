@@ -1,7 +1,8 @@
-"""The static route: attention whose logits are the same for all examples.
+"""The static route computes attention whose logits are the same for all examples.
 
-The logits of Random Synthesizers and of position biases consist of parameters only. They have no
-batch axis, so this route computes their exponentials once, and not once per example.
+The logits of Random Synthesizers and of position biases consist only of parameters. These logits
+have no batch axis, so the static route computes their exponentials once instead of once per
+example.
 
 Let S be the logits ``[h, q, k]``, and let c be the maximum of each row over the keys that are real
 in at least one example. Let ``E = exp(S - c)``, and let m be 1 for the real keys of an example and
@@ -10,13 +11,14 @@ in at least one example. Let ``E = exp(S - c)``, and let m be 1 for the real key
   O = E (m ∘ V) / (E m)
 
 E has no batch axis, so numerator and denominator are each one matrix product over the whole batch.
-A factor that is common to a row of E cancels in the division. This is why all examples may share c,
-although their own maxima are different.
+A factor that all entries in a row of E share cancels in the division. All examples may therefore
+share c, although the maximum over the real keys differs between examples.
 
-An underflow does not cancel: if the largest logits of a row belong to keys that are padding in some
-example, then E may be zero for all real keys of that example. The route therefore checks the
-denominators of real queries. If one is below `MIN_ROW_SUM`, the fused route computes this call
-instead. It subtracts the maximum of every example, so it is exact for logits of any range.
+An underflow does not cancel. If the largest logits of a row belong to keys that are padding in some
+example, then E may be zero for all real keys of this example. The static route therefore checks the
+denominators of real queries. If a denominator is below `MIN_ROW_SUM`, the fused route computes the
+whole call instead. The fused route subtracts the maximum of every example, so it is exact for
+logits of any range.
 """
 
 from __future__ import annotations
@@ -61,19 +63,20 @@ from synthesizer_jax.base.typing import PyTree
 def attend_static(call: Call) -> jax.Array:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
-    None of the terms may depend on tokens; `obstacle` says whether that is so.
+    No term may depend on tokens. `obstacle` checks whether the route can take a call.
     """
     call = call.cleared()
     q_length = call.q_length
     dtype = call.values.dtype
     if dtype == jnp.float16 and not is_separable(call.mask):
-        # The smallest positive float16 is 6e-8, so small weights of E would become zero.
+        # The smallest positive float16 is 6e-8, so small entries of E would become zero.
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
     options = fused_options(call, inputs)
 
-    # The fused route runs here only if the matrix products would lose digits, which is rare. Its
-    # TPU kernels are left out, because compiling them would take time for nothing.
+    # The fused route replaces the matrix products only if they would lose digits, which is rare.
+    # The TPU kernels of the fused route are excluded, because it would take time to compile them
+    # although they would almost never run.
     options = options._replace(kernels=tuple(name for name in options.kernels if name != "tpu"))
     on_tpu = _kernel_obstacle(q_length, inputs) is None
     attend = with_gradient(
@@ -86,10 +89,10 @@ def attend_static(call: Call) -> jax.Array:
 
 
 def static_inputs(call: Call) -> FusedInputs:
-    """Returns the inputs in the form of the fused route.
+    """Returns the inputs of the static route, in the form of the inputs of the fused route.
 
-    The products of parameters are multiplied out and added to the `Static` terms, because the sum
-    of the logits is needed as a whole anyway.
+    The products of parameters are multiplied out and added to the `Static` terms, because the
+    static route needs the array of all logits anyway.
     """
     products = tuple(term for term in call.terms if isinstance(term, LowRank))
     if products:
@@ -101,7 +104,7 @@ def static_inputs(call: Call) -> FusedInputs:
 
 
 def obstacle(call: Call) -> str | None:
-    """Explains why this route cannot take a call, or returns None if it can."""
+    """Explains why the static route cannot take a call, or returns None if it can."""
     if any(term.is_weights for term in call.terms):
         return "Banded terms are weights, but this route computes a softmax of logits."
     if call.soft_cap is not None:
@@ -126,12 +129,12 @@ def obstacle(call: Call) -> str | None:
 
 
 def kernel_obstacle(call: Call) -> str | None:
-    """Explains why the TPU kernels of this route cannot take a call; returns None if they can."""
+    """Explains why the static TPU kernels cannot take a call, or returns None if they can."""
     return _kernel_obstacle(call.q_length, static_inputs(call))
 
 
 def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
-    """Explains why the TPU kernels cannot take the inputs, or returns None if they can."""
+    """Explains why the static TPU kernels cannot take the inputs, or returns None if they can."""
     from synthesizer_jax.attention import static_tpu  # imports Pallas, which short rows do not need
 
     return static_tpu.obstacle(q_length, inputs)
@@ -141,18 +144,18 @@ _ACCELERATORS = ("cuda", "rocm", "tpu")
 
 
 class _Residuals(NamedTuple):
-    """What the forward pass keeps if examples differ in the keys that they may attend to.
+    """The arrays that the forward pass keeps if examples may attend to different keys.
 
-    If they do not differ, the forward pass keeps nothing, because the softmax is cheap to compute
-    again.
+    If all examples may attend to the same keys, the forward pass keeps no residuals, because it is
+    cheap to compute the softmax again.
 
     Attributes:
-      inverse_row_sum: 1 over the denominators ``E m``, ``[h, q, b]``. It is 0 for padding queries
-        and for rows without keys.
-      row_max: the maximum that the fused route subtracted from the logits, ``[h, q, b]``. It has no
-        meaning if `is_exact`.
-      is_exact: a bool scalar. It is true if the matrix products were used, that is, if no
-        denominator of a real query was below `MIN_ROW_SUM`.
+      inverse_row_sum: the inverse denominators ``1 / (E m)``, ``[h, q, b]``. An inverse denominator
+        is 0 for padding queries and for rows without keys.
+      row_max: the maximum that the fused route subtracted from the logits, ``[h, q, b]``. The
+        maximum has no meaning if `is_exact` is true.
+      is_exact: a bool scalar that is true if the matrix products computed the output, and false if
+        the denominator of a real query was below `MIN_ROW_SUM`.
     """
 
     inverse_row_sum: jax.Array
@@ -162,10 +165,10 @@ class _Residuals(NamedTuple):
 
 _OptionalResiduals: TypeAlias = _Residuals | tuple[()]
 _Region: TypeAlias = tuple[jax.Array, jax.Array]
-"""A part of a mask: pairs ``[q or 1, k]`` and real keys ``[b, k]``, both bool.
+"""A part of a mask that consists of pairs ``[q or 1, k]`` and real keys ``[b, k]``, both bool.
 
-The mask of an example allows a pair in the region if both arrays allow it. Only the keys depend on
-the example, so they can be moved from the logits to the values.
+A pair of a query and a key belongs to the region of an example if both arrays are true. Only the
+keys depend on the example, so values can be masked by keys instead of logits.
 """
 
 
@@ -175,14 +178,15 @@ def _attend_static_fwd(
 ) -> tuple[jax.Array, _OptionalResiduals]:
     """Returns the output ``[b, q, h, e]`` and the residuals.
 
-    The matrix products run first. The fused route replaces their result if it may have lost digits.
-    On TPUs, kernels compute the matrix products if `on_tpu`.
+    The matrix products run first. If the matrix products may have lost digits, the fused route
+    computes the result again. On TPUs, kernels compute the matrix products if `on_tpu` is true.
     """
-    # If the real queries of a position see the same keys in all examples, they share the
-    # denominator, too.
+    # If the real queries of a position see the same keys in all examples, the examples also share
+    # the denominator.
     same_keys = is_separable(inputs.mask)
 
-    # GPUs and TPUs compute all heads at once. CPUs, the default, compute them one after another.
+    # GPUs and TPUs compute all heads at once. CPUs use the default, which computes one head after
+    # another.
     matmuls = functools.partial(_matmul_fwd, q_length)
     parallel = dict.fromkeys(_ACCELERATORS, matmuls)
     kernels: dict[str, Callable[..., PyTree]] = {}
@@ -197,11 +201,11 @@ def _attend_static_fwd(
     if same_keys:
         return out, ()
 
-    # Rows without keys have an `inverse_row_sum` of 0, so they never count as lost.
+    # Rows without keys have an `inverse_row_sum` of 0, so such rows never make `is_exact` false.
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes the output and its statistics by the fused route."""
+        """Computes the output and the row statistics with the fused route."""
 
         def batch_last(x: jax.Array) -> jax.Array:
             """Transposes statistics ``[b, q, h, 1]`` to ``[h, q, b]``."""
@@ -210,8 +214,8 @@ def _attend_static_fwd(
         out, stats = fused_forward(q_length, options, inputs)
         return out, batch_last(stats.inverse_row_sum), batch_last(stats.row_max)
 
-    # A cond takes one of two branches at run time. The second result of the first branch stands in
-    # for the row maximum, which nobody reads if `is_exact`.
+    # `lax.cond` takes one of two branches at run time. The first branch returns `inverse_row_sum`
+    # as a placeholder for the row maximum, which the backward pass does not read if `is_exact`.
     out, inverse_row_sum, row_max = lax.cond(
         is_exact, lambda: (out, inverse_row_sum, inverse_row_sum), run_loop
     )
@@ -230,12 +234,12 @@ def _attend_static_bwd(
     """Returns the cotangents of the inputs, computed in the same way as the output was."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
-        """Computes the cotangents by matrix products, or on TPUs by kernels if `on_tpu`."""
+        """Computes the cotangents with matrix products, or with TPU kernels if `on_tpu` is true."""
 
         def matmuls(
             inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True
         ) -> FusedInputs:
-            """Computes the cotangents without the output, which only the TPU kernels read."""
+            """Computes the cotangents with matrix products, which do not read the output."""
             return _matmul_bwd(inputs, *rest, parallel=parallel)
 
         kernels: dict[str, Callable[..., PyTree]] = {}
@@ -245,7 +249,7 @@ def _attend_static_bwd(
             def kernel(
                 inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any
             ) -> FusedInputs:
-                """Computes the cotangents without delta, which kernels compute from the output."""
+                """Computes the cotangents with kernels, which compute delta from the output."""
                 return static_tpu.backward(options.query_offset, inputs, out, *rest)
 
             kernels["tpu"] = kernel
@@ -265,12 +269,12 @@ def _attend_static_bwd(
         return run_matmuls(None, None)
 
     inverse_row_sum, row_max, is_exact = residuals
-    # delta = Σ_e dO ∘ O. It is computed outside of the `lax.cond`, whose operands would otherwise
-    # keep the output alive.
+    # delta = Σ_e dO ∘ O. If delta were computed inside of `lax.cond`, the output would be an
+    # operand of the branches and would stay in memory.
     delta = softmax_vjp_delta(out, dout, row_max.dtype)
 
     def run_loop() -> FusedInputs:
-        """Computes the cotangents by the fused route, from the statistics that it returned."""
+        """Computes the cotangents with the fused route, from the statistics of its forward pass."""
         rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))  # [b, q, h, 1]
         return fused_backward(options, inputs, SoftmaxStats(*rows), delta, dout)
 
@@ -287,20 +291,20 @@ def _matmul_fwd(
 
     Args:
       q_length: the number of queries.
-      inputs: inputs without products, as `static_inputs` returns them.
-      parallel: whether all heads are computed at once. On CPUs they are computed one after another,
-        so that the numerators of a head stay in the cache.
+      inputs: the result of `static_inputs`, which contains no products.
+      parallel: whether all heads are computed at once. CPUs compute one head after another, so that
+        the numerators of a head stay in the cache.
 
     Returns:
-      The output, and 1 over the denominators, ``[h, q, b]``. If `is_separable` is true of the mask,
-      the second result is None.
+      The output, and the inverse denominators ``[h, q, b]``. The second result is None if
+      `is_separable` returns true for the mask.
     """
     _, biases, values, mask, _ = inputs
     logits = _logits(q_length, values.shape[1], biases)
     queries = mask.queries(q_length)
     if is_separable(mask):
-        # All examples have the same weights P, so O = P V is one matrix product per head. Padding
-        # at the end cannot be seen by real queries, and the rows of padding queries become zero.
+        # All examples have the same weights P, so O = P V is one matrix product per head. Real
+        # queries cannot see the padding at the end. The rows of padding queries are set to zero.
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
         return zero_padding(out, queries), None
@@ -308,19 +312,19 @@ def _matmul_fwd(
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
 
-    # The number of keys that each query may attend to. It tells rows without keys from rows whose
-    # denominator underflows: both have a row sum of 0.
+    # `num_keys` is the number of keys that each query may attend to. The row sum cannot replace
+    # `num_keys`, because the row sum is also 0 if the denominator of a row with keys underflows.
     num_keys = sum(
         _contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions
     )
-    has_keys = num_keys > 0  # [q, b], whether a query sees a key
+    has_keys = num_keys > 0  # [q, b]
     if queries is not None:
         has_keys = has_keys & queries.T
 
     def head(
         logits: jax.Array, shared_max: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the output ``[b, q, e]`` of one head, and 1 over its denominators ``[q, b]``."""
+        """Returns the output ``[b, q, e]`` and the inverse denominators ``[q, b]`` of one head."""
         # E = exp(S - c)
         numerators = _exp_logits(logits, shared_max, regions)
         # l = E m
@@ -329,8 +333,8 @@ def _matmul_fwd(
             for e, (_, keys) in zip(numerators, regions, strict=True)
         )
 
-        # The bound keeps the number finite. `_attend_static_fwd` replaces the result if it is
-        # reached.
+        # The bound `MIN_ROW_SUM` keeps the inverse finite. If a row sum is below the bound,
+        # `_attend_static_fwd` computes the result again with the fused route.
         inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
         # O = E (m ∘ V) / l, [b, q, e]
         out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
@@ -353,21 +357,21 @@ def _matmul_bwd(
 ) -> FusedInputs:
     """Returns the cotangents of the inputs, computed by matrix products over the whole batch.
 
-    Let ``l = E m`` be the denominators, and ``P = (E ∘ m) / l`` the weights of an example. The
-    logits are shared, so their cotangent dS is summed over the examples::
+    Let ``l = E m`` be the denominators, and ``P = (E ∘ m) / l`` the weights of an example. All
+    examples share the logits, so the cotangent dS of the logits is a sum over the examples::
 
       dV = Pᵀ dO = m ∘ Eᵀ (dO / l)
       dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
 
-    Both sums over b are matrix products, whose contracted axis is ``b e`` and ``b``, respectively.
-    There is no array with axes for examples, queries and keys.
+    Both sums over b are matrix products. The first product contracts the axes b and e together, and
+    the second product contracts the axis b. No array has axes for examples, queries and keys.
 
     Args:
-      inputs: inputs without products, as `static_inputs` returns them.
-      delta: ``Σ_e dO ∘ O``, ``[b, q, h, 1]``. It is None if `is_separable` is true of the mask.
-      inverse_row_sum: ``1 / l``, ``[h, q, b]``. It is None if `delta` is None.
+      inputs: the result of `static_inputs`, which contains no products.
+      delta: ``Σ_e dO ∘ O``, ``[b, q, h, 1]``, or None if `is_separable` returns true for the mask.
+      inverse_row_sum: ``1 / l``, ``[h, q, b]``, or None if `delta` is None.
       dout: the cotangent dO of the output, ``[b, q, h, e]``.
-      parallel: as in `_matmul_fwd`.
+      parallel: the argument `parallel` of `_matmul_fwd`.
     """
     _, biases, values, mask, _ = inputs
     make_logits = functools.partial(_logits, dout.shape[1], values.shape[1])
@@ -376,8 +380,8 @@ def _matmul_bwd(
         dout = zero_padding(dout, mask.queries(dout.shape[1]))
         band = mask.band_pairs(*logits.shape[1:])
 
-        # The weights P have no batch axis. The derivative of the softmax is taken once, of the sum
-        # over all examples, so no example needs a delta.
+        # The weights P have no batch axis. The cotangent of P is summed over all examples before it
+        # goes through the derivative of the softmax, so no example needs a delta.
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
         # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO
         products = jax.vmap(_weighted_sum_vjp, (0, 2, 2), (0, 2))
@@ -398,7 +402,8 @@ def _matmul_bwd(
         axes = 0, 0, 2, 0, 0, 2
         dlogits, dvalues = map_heads(head, logits.shape[0], args, axes, (0, 2), parallel=parallel)
 
-    # Distributes dS ``[h, q, k]`` to the terms, and sums it along diagonals for `Relative` terms.
+    # `logits_vjp` distributes dS [h, q, k] to the terms. For `Relative` terms, `logits_vjp` sums dS
+    # along the diagonals.
     (dbiases,) = logits_vjp(dlogits)
     return inputs.cotangents(Products(), dbiases, dvalues)
 
@@ -420,8 +425,8 @@ def _head_cotangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of one head's logits ``[q, k]`` and values ``[b, k, e]``.
 
-    The formulas are those of `_matmul_bwd`. Every region of the mask contributes a summand to both.
-    `scaled_delta` is ``delta / l``, ``[q, b]``.
+    The docstring of `_matmul_bwd` contains the formulas. Every region of the mask contributes a
+    summand to both cotangents. `scaled_delta` is ``delta / l``, ``[q, b]``.
     """
     # dO / l
     scaled_dout = dout.astype(inverse_row_sum.dtype) * inverse_row_sum.T[..., None]
@@ -446,10 +451,10 @@ def _head_cotangents(
 def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
     """Returns the mask as a sum of regions, which are products of pairs and keys.
 
-    Pairs are ``[q or 1, k]``, keys ``[b, k]``. A mask with a prefix is a sum of two regions. The
-    first one contains the pairs that `causal` and `window` allow. The second one contains the pairs
-    that only the prefix allows. The regions do not overlap, so their numerators and denominators
-    can be added.
+    Pairs have the shape ``[q or 1, k]``, and keys have the shape ``[b, k]``. A mask with a prefix
+    is a sum of two regions. The first region contains the pairs that `causal` and `window` allow.
+    The second region contains the pairs that only the prefix allows. The regions do not overlap, so
+    the numerators and the denominators of both regions can be added.
     """
     batch, k_length = values.shape[:2]
     keys = mask.keys(k_length)
@@ -465,7 +470,7 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
 
 
 def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
-    """Returns c, the maximum of each row over the keys that some example may see, ``[h, q, 1]``."""
+    """Returns the maximum c of each row, over the keys that any example may see, ``[h, q, 1]``."""
     regions = _regions(mask, logits.shape[1], values)
     in_any_region = functools.reduce(operator.or_, (pairs for pairs, _ in regions))
     lowest = jnp.finfo(logits.dtype).min
@@ -475,27 +480,30 @@ def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
 def _exp_logits(
     logits: jax.Array, shared_max: jax.Array, regions: list[_Region]
 ) -> list[jax.Array]:
-    """Returns a head's ``exp(S - c)`` in each region, ``[q, k]``, with zeros outside of it."""
+    """Returns ``exp(S - c)`` of a head for each region, ``[q, k]``, with zeros outside the region.
+
+    The maximum c is `shared_max`.
+    """
     lowest = jnp.finfo(logits.dtype).min
     return [jnp.exp(jnp.where(pairs, logits - shared_max, lowest)) for pairs, _ in regions]
 
 
 def _contract_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns the einsum of an array and boolean keys, accumulated in a dtype."""
+    """Returns the einsum of an array and boolean keys, accumulated in the given dtype."""
     return jnp.einsum(spec, x, keys.astype(x.dtype), preferred_element_type=dtype)
 
 
 def _mask_values(values: jax.Array, regions: list[_Region]) -> list[jax.Array]:
-    """Returns a head's values ``[b, k, e]`` in each region, and zeros for keys outside of it."""
+    """Returns a head's values ``[b, k, e]`` for each region, with zeros for keys outside of it."""
     return [jnp.where(keys[..., None], values, 0) for _, keys in regions]
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns a sum of values with weights that all examples share, as one matrix product.
+    """Computes a weighted sum of values as one matrix product, if all examples share the weights.
 
-    The values ``[b, k, e]`` and the weights ``[q, k]`` make a result ``[b, q, e]``. One product is
-    enough for all examples, because the examples become columns. The weights are rounded to the
-    dtype of the values. The result is float32 or wider.
+    The values ``[b, k, e]`` and the weights ``[q, k]`` give a result ``[b, q, e]``. The examples
+    become columns of the right factor, so one product computes all examples. The weights are
+    rounded to the dtype of the values. The result is float32 or wider.
     """
     # [q, k] · [k, b e] → [q, b e]
     out = _matmul(weights.astype(values.dtype), _in_columns(values), (1, 0))
@@ -508,15 +516,15 @@ def _weighted_sum_vjp(
     """Returns the cotangents of the weights ``[q, k]`` and values ``[b, k, e]`` of `_weighted_sum`.
 
     Args:
-      weights: as in `_weighted_sum`.
-      values: as in `_weighted_sum`.
-      dout: the cotangent of its result, ``[b, q, e]``.
+      weights: the weights ``[q, k]``, which all examples share.
+      values: the values ``[b, k, e]``.
+      dout: the cotangent of the result of `_weighted_sum`, ``[b, q, e]``.
     """
     dout = _in_columns(dout.astype(values.dtype))  # [q, b e]
     # dV = Wᵀ dO
     dvalues = _matmul(weights.astype(values.dtype), dout, (0, 0))  # [k, b e]
     dvalues = dvalues.reshape(dvalues.shape[0], -1, values.shape[2]).swapaxes(0, 1)
-    # dW = dO Vᵀ, summed over examples
+    # dW = Σ_b dO Vᵀ
     dweights = _matmul(dout, _in_columns(values), (1, 1))  # [q, k]
     return dweights.astype(weights.dtype), dvalues.astype(values.dtype)
 
@@ -536,8 +544,8 @@ def _matmul(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
 def _all_when_mapped(flag: jax.Array) -> jax.Array:
     """Returns the flag. Under `jax.vmap`, returns whether the flags of all mapped calls are true.
 
-    A `lax.cond` whose flag is mapped becomes a `select`, which computes both branches for all
-    calls. A flag that the calls share keeps it a cond.
+    If the flag of a `lax.cond` is mapped, JAX replaces the cond by a `select`, which computes both
+    branches for all calls. With a flag that all calls share, the cond computes only one branch.
     """
     return flag
 

@@ -1,6 +1,6 @@
-"""The conditions under which examples share their softmax, and under which its sums can be trusted.
+"""Defines when the static route shares a softmax between examples, and when it trusts row sums.
 
-The matrix products of the static route and its TPU kernels depend on the same conditions.
+The matrix products and the TPU kernels of the static route use the definitions in this module.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from synthesizer_jax.attention.masks import Mask
 MIN_ROW_SUM = 2.0**-64
 """The smallest denominator of the softmax that the static route trusts.
 
-If all denominators are at least this large, the weights that an underflow sets to zero sum to less
-than 1e-15 of a row for up to 4,096 keys. The division of the cotangent by the denominator cannot
-overflow.
+An underflow may set small weights to zero. If a denominator is at least `MIN_ROW_SUM`, the lost
+weights sum to less than 1e-15 of a row for up to 4,096 keys. The division of a cotangent by a
+denominator of at least `MIN_ROW_SUM` cannot overflow.
 """
 
 
 def is_separable(mask: Mask) -> bool:
     """Returns whether the real queries of a position may attend to the same keys in every example.
 
-    They may if there is no padding. They also may in causal self-attention with padding at the end,
-    because the padding comes after all real queries. In both cases, all examples share the softmax.
+    The result is true if no key is padding. The result is also true for causal self-attention with
+    padding at the end of rows, because the padding comes after all real queries. If the result is
+    true, all examples share the softmax.
     """
     if mask.key_valid is not None or mask.prefix_lengths is not None:
         return False

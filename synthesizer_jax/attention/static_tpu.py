@@ -1,22 +1,24 @@
-"""The static route on TPUs: Pallas kernels for logits that all examples share.
+"""The Pallas kernels of the static route for TPUs, for logits that all examples share.
 
-Logits without a batch axis need one exponential per logit, not one per logit and example. Let
-``E = exp(S - max)``, and let m be 1 for the real keys of an example and 0 for its padding. Then::
+If the logits have no batch axis, the kernels compute one exponential per logit instead of one per
+logit and example. Let ``E = exp(S - max)``, and let m be 1 for the real keys of an example and 0
+for its padding. Then::
 
     O = E (m ∘ V) / E m
     D = dO / E m        δ = Σ_e O ∘ D
     dS = E ∘ (D (m ∘ V)ᵀ - δ mᵀ)        dV = m ∘ Eᵀ D
 
-Only m, V, O and D belong to an example. A program computes E of some heads once, keeps it in vector
-memory, and has nothing but matrix products left to do for the examples that go by. dS is summed
-over all of them before it is written.
+Only m, V, O, D and their cotangents differ between examples. The first program of a group of heads
+computes E and keeps it in vector memory. For each example, the programs then compute only matrix
+products. dS is summed over all examples before it is written.
 
-If the real queries of one position see the same keys in every example, a row sum is the same in all
-examples as well. The kernels then normalize E to the weights P, and need neither m nor δ per
-example: the softmax's derivative is taken once, of the sum.
+If the real queries of one position see the same keys in every example, all examples also have the
+same row sums. The kernels then normalize E to the weights P, and need neither m nor δ for each
+example. The cotangent of P is summed over the examples first, and the derivative of the softmax is
+then applied once to the sum.
 
-How the work is cut, and what each program reads, is in `static_tpu_geometry`; what the kernels
-share with those of the fused route is in `tpu`.
+`static_tpu_geometry` defines how the work is divided into programs, and which arrays each program
+reads. `tpu` contains the functions that the kernels of the fused route use as well.
 """
 
 from __future__ import annotations
@@ -61,11 +63,14 @@ from synthesizer_jax.attention.tpu import (
 )
 
 MAX_HEADS = 8
-"""The most heads of a program. It takes as many heads as fill whole registers."""
+"""The largest number of heads of a program.
+
+A program computes the smallest number of heads that fills whole registers.
+"""
 
 
 def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
-    """Returns why the kernels cannot take these inputs, or None if they can."""
+    """Explains why the static TPU kernels cannot take the inputs, or returns None if they can."""
     common = tpu.obstacle(inputs)
     if common is not None:
         return common
@@ -94,18 +99,19 @@ def forward(
     same_keys: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the attention output, and 1 over the denominators.
+    """Returns the attention output, and the inverse denominators of the softmax.
 
     Args:
-      q_length: number of queries.
+      q_length: the number of queries.
       query_offset: `Mask.query_offset`, as a static number.
       inputs: biases, values and mask.
       same_keys: whether the real queries of one position see the same keys in every example.
       interpret: whether to run the kernel in Python, without a TPU.
 
     Returns:
-      The output ``[b, q, h, e]``, and 1 over the denominators ``[h, q, b]``. The latter is 0 if a
-      query is padding or sees no key, and None in place of the array if `same_keys`.
+      The output ``[b, q, h, e]``, and the inverse denominators ``[h, q, b]``. An inverse
+      denominator is 0 if the query is padding or sees no key. The second result is None if
+      `same_keys` is true.
     """
     values = inputs.values
     tiling = make_tiling(inputs, q_length, query_offset)
@@ -149,7 +155,7 @@ def backward(
       query_offset: `Mask.query_offset`, as a static number.
       inputs: the inputs of `forward`.
       out: the output that `forward` returned, ``[b, q, h, e]``.
-      inverse_row_sum: 1 over the denominators that `forward` returned, ``[h, q, b]`` or None.
+      inverse_row_sum: the inverse denominators that `forward` returned, ``[h, q, b]`` or None.
       dout: the cotangent of the output, ``[b, q, h, e]``.
       interpret: whether to run the kernel in Python, without a TPU.
     """
@@ -188,15 +194,19 @@ def backward(
 def _forward_kernel(
     tiling: Tiling, refs: Operands, out: Ref, inverse_row_sum: Ref, scratch: Scratch
 ) -> None:
-    """Computes the output of a program's heads and examples, and 1 over its denominators.
+    """Computes the output and the inverse denominators of a program's heads and examples.
 
-    `out` is ``[c, q, heads · e]``. `inverse_row_sum` is ``[heads, c, q]``, or None.
+    `out` has the shape ``[c, q, heads · e]``. `inverse_row_sum` has the shape ``[heads, c, q]``, or
+    is None.
     """
     _fill_scratch(tiling, refs, scratch)
     real_queries: Ref = None if refs.real_queries is None else refs.real_queries[...].T  # [q, c]
 
     def write_result(head: int, inverse_sum: jax.Array | None) -> None:
-        """Writes the output of one head; the inverse sums are ``[q, c]``, or None for ones."""
+        """Writes the output of one head.
+
+        The inverse sums have the shape ``[q, c]``. None stands for sums of one.
+        """
         values = _examples_in_columns(tiling, refs.values, head)  # [k, c · e]
         weighted_sum = matmul(scratch.weights[head], values, axes=(1, 0))  # [q, c · e]
         for example in range(tiling.examples):
@@ -206,14 +216,14 @@ def _forward_kernel(
             out[example, :, tiling.lanes_of(head)] = part.astype(out.dtype)
 
     if refs.real_keys is None:
-        # The weights are normalized; rows of padding queries are multiplied by 0.
+        # The weights are normalized already. Only the rows of padding queries are multiplied by 0.
         for head in range(tiling.heads):
             write_result(head, real_queries)
         return
 
     real_keys = refs.real_keys[...].astype(out.dtype)  # [c, k]
     for head in range(tiling.heads):
-        # E m for all examples in one product, [q, c]
+        # One matrix product computes the denominators E m of all examples, [q, c].
         row_sum = matmul(scratch.weights[head], real_keys, axes=(1, 1))
         inverse_sum = real_queries / jnp.maximum(row_sum, MIN_ROW_SUM)
         write_result(head, inverse_sum)
@@ -228,10 +238,10 @@ def _backward_kernel(
     dvalues: Ref,
     scratch: Scratch,
 ) -> None:
-    """Adds a program's examples to the cotangent of the bias, and computes that of the values.
+    """Computes the cotangent of the values, and adds a program's examples to that of the bias.
 
-    `dvalues` is ``[c, k, heads · e]``. `dbias` has the shapes of a program's tile of the bias, and
-    is written with the last group of examples.
+    `dvalues` has the shape ``[c, k, heads · e]``. `dbias` has the shapes of a program's tile of the
+    bias. Only the program of the last group of examples writes `dbias`.
     """
     _fill_scratch(tiling, refs, scratch)
 
@@ -248,9 +258,10 @@ def _backward_kernel(
 
 
 def _write_dbias(tiling: Tiling, refs: Operands, dbias: Bias, head: int, scratch: Scratch) -> None:
-    """Writes the cotangents of one head's table and diagonals, from the sum over all examples."""
+    """Writes the cotangents of one head's table and diagonals, after the last group of examples."""
     if refs.real_keys is None:
-        # So far the sum is P ∘ dP. The softmax's derivative is dS = P ∘ dP - P Σ_k P ∘ dP.
+        # Before this step, `dlogits_sum` is P ∘ dP. The derivative of the softmax is
+        # dS = P ∘ dP - P Σ_k P ∘ dP.
         dweights = scratch.dlogits_sum[head]
         weights = scratch.weights[head].astype(jnp.float32)
         scratch.dlogits_sum[head] -= weights * jnp.sum(dweights, axis=1, keepdims=True)
@@ -266,12 +277,13 @@ def _write_dbias(tiling: Tiling, refs: Operands, dbias: Bias, head: int, scratch
 def _add_examples(
     tiling: Tiling, refs: Operands, residuals: Residuals, head: int, scratch: Scratch
 ) -> jax.Array:
-    """Adds the examples' cotangents of a head's logits to their sum.
+    """Adds the cotangents of a head's logits, for a program's examples, to the sum in `scratch`.
 
     Returns:
-      The cotangents of the values of all examples, ``[k, c · e]``.
+      The cotangents of the values of the program's examples, ``[k, c · e]``.
     """
-    # 1 / E m of each example, [q, c]; if E is normalized, only which queries are real.
+    # `inverse_sum` is 1 / (E m) of each example, [q, c]. If E is normalized, `inverse_sum` is 1 for
+    # real queries and 0 for padding queries, or None if all queries are real.
     inverse_sum: Ref = None
     if residuals.inverse_row_sum is not None:
         inverse_sum = residuals.inverse_row_sum[head].T
@@ -287,7 +299,8 @@ def _add_examples(
     scaled_dout = jnp.concatenate(parts, axis=1)
     rounded_dout = scaled_dout.astype(refs.values.dtype)
 
-    # dE = D (m ∘ V)ᵀ - δ mᵀ, [q, k]. Summing over columns sums over examples as well.
+    # dE = D (m ∘ V)ᵀ - δ mᵀ, [q, k]. The columns of D and V contain all examples of the program, so
+    # the matrix product also sums over these examples.
     values = _examples_in_columns(tiling, refs.values, head)
     dweights = matmul(rounded_dout, values, axes=(1, 1))
     if residuals.inverse_row_sum is not None:
@@ -307,7 +320,10 @@ def _add_examples(
 
 
 def _fill_scratch(tiling: Tiling, refs: Operands, scratch: Scratch) -> None:
-    """Computes the weights of a group of heads, and clears its sum, when its first program runs."""
+    """Computes the weights of a group of heads, and sets their sum of cotangents to zero.
+
+    The function does nothing if the program is not the first program of its group of heads.
+    """
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
@@ -320,12 +336,14 @@ def _fill_scratch(tiling: Tiling, refs: Operands, scratch: Scratch) -> None:
 
 
 def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax.Array:
-    """Returns the weights of a head for all examples, ``[q, k]`` float32; see `Scratch.weights`.
+    """Returns the weights that all examples share for one head, ``[q, k]`` float32.
+
+    `Scratch.weights` describes the weights.
 
     Args:
-      tiling: how the work is cut.
+      tiling: the division of the work into programs.
       refs: references to the operands.
-      head: number of the head in its program.
+      head: the number of the head in its program.
       tile: scratch memory ``[q, k]`` in which diagonals are expanded.
     """
     bias = refs.bias
@@ -342,7 +360,8 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
     if rules:
         logits = jnp.where(functools.reduce(jnp.logical_and, rules), logits, -jnp.inf)
 
-    # A row without keys has the maximum -inf. `LOW` in its place avoids -inf - (-inf).
+    # A row without keys has the maximum -inf. `LOW` replaces this maximum, because -inf - (-inf)
+    # would be NaN.
     row_max = jnp.max(logits, axis=1, keepdims=True)
     weights = jnp.exp(logits - jnp.maximum(row_max, LOW))
     if refs.real_keys is None:
@@ -351,6 +370,9 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
 
 
 def _examples_in_columns(tiling: Tiling, x: Ref, head: int) -> jax.Array:
-    """Returns one head of a tile ``[c, n, heads · e]``, examples side by side, ``[n, c · e]``."""
+    """Returns one head of a tile ``[c, n, heads · e]`` as ``[n, c · e]``.
+
+    The columns of the result contain the examples side by side.
+    """
     lanes = tiling.lanes_of(head)
     return jnp.concatenate([x[example, :, lanes] for example in range(tiling.examples)], axis=1)

@@ -1,18 +1,20 @@
-"""How the TPU kernels of the static route are cut into programs, and what they read.
+"""Defines the programs and the operands of the TPU kernels of the static route.
 
-A program computes some heads of some examples. The logits, which all examples share, are a matrix
-``[q, k]`` per head and stay in vector memory. The rows of several examples lie side by side in one
-matrix product::
+A program computes some heads of some examples. All examples share the logits, which are a matrix
+``[q, k]`` for each head and stay in vector memory. One matrix product computes several examples,
+whose values lie side by side in the columns of one factor::
 
     weights of one head      values of c examples      outputs of c examples
     [q, k]               ×   [k, c · e]            =   [q, c · e]
 
-One example alone has e columns, often 64, and would leave half of a register empty.
+A single example has only e columns. The width e is often 64, which would leave half of a register
+empty.
 
-In memory, the heads lie side by side too: values are ``[b, k, h · e]``. A tile of the last axis
-must be whole registers of 128 lanes, so a program takes as many heads as fill them. The grid is
-``(groups of heads, groups of examples)``. Examples are innermost: the first program of a group of
-heads computes the weights, and the others find them in scratch memory.
+In memory, the heads also lie side by side, because the values are ``[b, k, h · e]``. The last axis
+of a tile must fill whole registers of 128 lanes, so a program computes as many heads as fill
+registers. The grid is ``(groups of heads, groups of examples)``, and the axis of examples is
+innermost. The first program of a group of heads computes the weights. The other programs of the
+group read the weights from scratch memory.
 """
 
 from __future__ import annotations
@@ -29,29 +31,29 @@ from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.tpu import BIAS_AXES, LANES, VMEM, Bias, KernelPlan, Ref
 
 LIVE_TILES = 10
-"""How many matrices of a head's logits, in float32, live at once.
+"""The number of float32 matrices ``[q, k]`` per head that are in vector memory at once.
 
-They are the table, its cotangent, the weights in two layouts, sums, and temporary arrays.
+The matrices are the table, its cotangent, the weights in two layouts, sums, and temporary arrays.
 """
 
 PRODUCT_COLUMNS = 512
-"""The most columns that the examples of a program fill in a matrix product.
+"""The largest number of columns that the examples of a program fill in a matrix product.
 
-If one example has more columns, a program has one example.
+If a single example has more columns, each program computes one example.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the work is cut into programs, and what else is known when it is traced.
+    """The division of the work into programs, and other options known at tracing time.
 
     Attributes:
-      heads: number of heads of a program.
-      examples: number of examples of a program, c.
-      width: width of a head, e.
-      shape: ``(b, h, q, k)``, the numbers of examples, heads, queries and keys.
+      heads: the number of heads of a program.
+      examples: the number c of examples of a program.
+      width: the width e of a head.
+      shape: the numbers of examples, heads, queries and keys, ``(b, h, q, k)``.
       offset: the position of the first query.
-      mask: the mask. Programs read its band here, and its arrays in `Operands`.
+      mask: the mask. Programs read the band from this mask, and arrays of the mask from `Operands`.
     """
 
     heads: int
@@ -63,29 +65,30 @@ class Tiling:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of groups of heads and of groups of examples."""
+        """The number of groups of heads, and the number of groups of examples."""
         batch, heads, _, _ = self.shape
         return heads // self.heads, batch // self.examples
 
     def lanes_of(self, head: int) -> slice:
-        """Returns where a program's head number `head` lies in a tile ``[c, n, heads · e]``."""
+        """Returns the slice of head number `head` in the last axis of ``[c, n, heads · e]``."""
         return slice(head * self.width, (head + 1) * self.width)
 
     def columns_of(self, example: int) -> slice:
-        """Returns where a program's example lies in the columns ``[n, c · e]`` of a product."""
+        """Returns the slice of one example in the columns of a product ``[n, c · e]``."""
         return slice(example * self.width, (example + 1) * self.width)
 
     def plan(self, num_products: int, scratch: Scratch, memory: int) -> KernelPlan:
         """Returns the plan of a kernel.
 
-        Its tiles are those of a program's examples ``b``, or of their group ``g``, and of its
-        heads ``h``, or of their lanes ``l``.
+        An array is cut along its axis of examples ``b``, or along its axis of groups of examples
+        ``g``. The array is also cut along its axis of heads ``h``, or along the lanes ``l`` of all
+        heads.
 
         Args:
-          num_products: how many products of weights and values the kernel computes for each
-            example.
-          scratch: its scratch memory.
-          memory: bytes of vector memory that a program may take.
+          num_products: the number of products of weights and values that the kernel computes for
+            each example.
+          scratch: the scratch memory of the kernel.
+          memory: the number of bytes of vector memory that a program may take.
         """
         batch, heads, q_length, k_length = self.shape
         num_logits = heads * q_length * k_length
@@ -106,10 +109,10 @@ class Tiling:
 
 
 def make_tiling(inputs: FusedInputs, q_length: int, query_offset: int) -> Tiling:
-    """Returns the tiling for some inputs."""
+    """Returns the tiling for the given inputs."""
     batch, k_length, heads, width = inputs.values.shape
     fitting = min(examples_per_program(inputs.values, q_length), PRODUCT_COLUMNS // width)
-    # All programs have as many examples, so that is a divisor of the batch.
+    # All programs have the same number of examples, so this number must divide the batch size.
     examples = max(n for n in range(1, max(fitting, 1) + 1) if batch % n == 0)
     return Tiling(
         heads=heads_per_program(heads, width),
@@ -122,23 +125,27 @@ def make_tiling(inputs: FusedInputs, q_length: int, query_offset: int) -> Tiling
 
 
 def heads_per_program(heads: int, width: int) -> int:
-    """Returns the smallest number of heads that fill whole registers, or all heads."""
+    """Returns the smallest number of heads that fills whole registers and divides all heads.
+
+    The result is `heads` if no smaller number fills whole registers.
+    """
     fitting = (n for n in range(1, heads) if heads % n == 0 and n * width % LANES == 0)
     return next(fitting, heads)
 
 
 def _tile_bytes(values: jax.Array, q_length: int) -> int:
-    """Returns how much vector memory a program's matrices of logits take, in bytes."""
+    """Returns the number of bytes of vector memory that a program's matrices of logits take."""
     _, k_length, heads, width = values.shape
     return LIVE_TILES * 4 * heads_per_program(heads, width) * q_length * k_length
 
 
 def program_memory(values: jax.Array, q_length: int) -> int:
-    """Returns how many bytes of vector memory a program may take.
+    """Returns the number of bytes of vector memory that a program may take.
 
-    `VMEM` is enough if matrices of logits fill at most two thirds of it. Otherwise a program takes
-    seven eighths of the chip's, and the compiler keeps its arrays in the rest. If the chip is not
-    known, this is `VMEM`, which all chips after TPU v4 have.
+    `VMEM` is enough if the matrices of logits fill at most two thirds of it. Otherwise a program
+    may take seven eighths of the chip's vector memory, and the rest is left to the compiler. If the
+    chip is unknown, the result is `VMEM`, because all chips after TPU v4 have this much vector
+    memory.
     """
     if not pltpu.is_tpu_device():
         return VMEM
@@ -149,15 +156,15 @@ def program_memory(values: jax.Array, q_length: int) -> int:
 
 
 def examples_per_program(values: jax.Array, q_length: int) -> int:
-    """Returns how many examples fit into vector memory beside a program's matrices of logits.
+    """Returns the number of examples that fit into vector memory with the matrices of logits.
 
-    Returns 0 if the matrices alone do not fit. A third of the vector memory is left to the
-    compiler.
+    The result is 0 if the matrices of logits do not fit even without examples. A third of the
+    vector memory is left to the compiler.
     """
     _, k_length, heads, width = values.shape
     lanes = max(heads_per_program(heads, width) * width, LANES)
-    # An example has values, an output, and the cotangents of both. Each tile is there twice:
-    # Pallas copies the next one while a program works on the first.
+    # An example has values, an output, and the cotangents of both. Vector memory holds two copies
+    # of each tile, because Pallas loads the next tile while a program computes the current tile.
     example_bytes = 8 * values.dtype.itemsize * max(q_length, k_length) * lanes
     memory = program_memory(values, q_length)
     tiles = _tile_bytes(values, q_length)
@@ -167,14 +174,19 @@ def examples_per_program(values: jax.Array, q_length: int) -> int:
 
 
 class Operands(NamedTuple):
-    """What both kernels read. In a kernel, these are references to the tiles of a program.
+    """The arrays that both the forward kernel and the backward kernel read.
+
+    In a kernel, the attributes are references to the tiles of a program.
 
     Attributes:
       bias: the logits of every head.
-      values: ``[b, k, h · e]``, zero where keys are padding.
-      real_keys: ``[b / c, c, k]`` float32, 1 for real keys. None if real queries of one position
-        see the same keys in every example.
-      real_queries: ``[b / c, c, q]`` float32, 1 for real queries that see a key, or None if all do.
+      values: the values ``[b, k, h · e]``. If `real_keys` is not None, the values of padding keys
+        are zero.
+      real_keys: an array ``[b / c, c, k]`` float32 that is 1 for real keys, or None if the real
+        queries of one position see the same keys in every example.
+      real_queries: an array ``[b / c, c, q]`` float32 that is 1 for real queries and 0 for padding
+        queries. If `real_keys` is not None, the array is also 0 for queries that see no key. The
+        attribute is None if all queries are real and `real_keys` is None.
     """
 
     bias: Bias
@@ -184,16 +196,16 @@ class Operands(NamedTuple):
 
 
 OPERAND_AXES = Operands(bias=BIAS_AXES, values="b.l", real_keys="g..", real_queries="g..")
-"""The letters of the axes of `Operands`, as `KernelPlan.spec` reads them."""
+"""The letters of the axes of `Operands`, in the form that `KernelPlan.spec` takes."""
 
 
 def make_operands(tiling: Tiling, bias: Bias, inputs: FusedInputs, *, same_keys: bool) -> Operands:
     """Returns the inputs in the layout of the kernels.
 
     Args:
-      tiling: how the work is cut.
+      tiling: the division of the work into programs.
       bias: the logits, from `prepare_bias`.
-      inputs: values and mask.
+      inputs: the inputs, whose values and mask are used.
       same_keys: whether the real queries of one position see the same keys in every example.
     """
     values = inputs.values
@@ -215,7 +227,7 @@ def make_operands(tiling: Tiling, bias: Bias, inputs: FusedInputs, *, same_keys:
     assert real_keys is not None
     real_keys = jnp.broadcast_to(real_keys, (batch, k_length))
 
-    # Whether a query sees any key, [b, q]: whether the band has a real key for it.
+    # `seeing` has the shape [b, q] and says whether the band of a query contains a real key.
     band = mask.band_pairs(q_length, k_length)
     if band is None:
         seeing = jnp.broadcast_to(real_keys.any(axis=1, keepdims=True), (batch, q_length))
@@ -233,12 +245,13 @@ def flatten_heads(x: jax.Array) -> jax.Array:
 
 
 class Residuals(NamedTuple):
-    """What the backward kernel reads besides the operands.
+    """The arrays that the backward kernel reads in addition to the operands.
 
     Attributes:
       dout: the cotangent of the output, ``[b, q, h · e]``.
-      out: the output, ``[b, q, h · e]``. None if `Operands.real_keys` is None.
-      inverse_row_sum: 1 over the denominators, ``[h, b / c, c, q]``. None likewise.
+      out: the output, ``[b, q, h · e]``, or None if `Operands.real_keys` is None.
+      inverse_row_sum: the inverse denominators, ``[h, b / c, c, q]``, or None if
+        `Operands.real_keys` is None.
     """
 
     dout: Ref
@@ -247,20 +260,21 @@ class Residuals(NamedTuple):
 
 
 RESIDUAL_AXES = Residuals(dout="b.l", out="b.l", inverse_row_sum="hg..")
-"""The letters of the axes of `Residuals`."""
+"""The letters of the axes of `Residuals`, in the form that `KernelPlan.spec` takes."""
 
 
 class Scratch(NamedTuple):
-    """Vector memory that the programs of a group of heads share, from one group of examples to the
-    next.
+    """Vector memory that the programs of a group of heads share.
+
+    The memory is kept from one group of examples to the next.
 
     Attributes:
-      weights: E, ``[heads, q, k]`` in the values' dtype. If `Operands.real_keys` is None, they are
-        normalized: the weights P.
-      tile: the logits of one head, ``[q, k]`` float32, if they have diagonals.
-      transposed: the transposed weights, ``[heads, k, q]``. Only the backward kernel has them.
+      weights: the weights E, or the normalized weights P if `Operands.real_keys` is None. The shape
+        is ``[heads, q, k]``, and the dtype is the dtype of the values.
+      tile: the logits of one head, ``[q, k]`` float32, or None if the bias has no diagonals.
+      transposed: the transposed weights, ``[heads, k, q]``, or None in the forward kernel.
       dlogits_sum: the sum of the logits' cotangents over the examples so far, ``[heads, q, k]``
-        float32. Only the backward kernel has it.
+        float32, or None in the forward kernel.
     """
 
     weights: Ref
@@ -270,7 +284,7 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(tiling: Tiling, operands: Operands, *, backward: bool) -> Scratch:
-    """Returns the scratch memory of the backward or the forward kernel."""
+    """Returns the scratch memory of the backward kernel, or of the forward kernel."""
     _, _, q_length, k_length = tiling.shape
     heads = tiling.heads
     dtype = operands.values.dtype

@@ -1,16 +1,18 @@
-"""What the TPU kernels of the fused and the static route share.
+"""Functions that the TPU kernels of the fused route and of the static route share.
 
-On a TPU core, programs of a kernel run one after another. Pallas copies the tiles of a program's
-inputs from the chip's memory (HBM) to the core's vector memory (VMEM) while the program before
-runs, and copies results back. If two programs in succession have the same tile, it stays where it
-is. So the order of the grid's axes decides what is copied: the kernels here let examples go by
-fastest, and keep what the examples share.
+On a TPU core, the programs of a kernel run one after another. While one program runs, Pallas copies
+the input tiles of the next program from the chip's memory (HBM) to the core's vector memory (VMEM).
+Pallas also copies results back to the chip's memory. If two successive programs have the same tile,
+Pallas does not copy the tile again. The order of the grid's axes therefore determines which tiles
+are copied. In the attention kernels, the axis of examples is innermost, so that tiles that the
+examples share stay in vector memory.
 
-Arrays in vector memory lie in registers of 8 rows (sublanes) and 128 columns (lanes). Tiles that
-do not fill registers waste memory, and tiles that begin inside a register are not allowed.
+Arrays in vector memory are stored in registers of 8 rows (sublanes) and 128 columns (lanes). Tiles
+that do not fill registers waste memory, and tiles that begin inside a register are not allowed.
 
-A relative bias has one number per diagonal of the logits. `roll_diagonals` expands it to a tile
-inside a kernel, by rotations of registers, and `sum_diagonals` is the reverse for gradients.
+A relative bias has one number for each diagonal of the logits. `roll_diagonals` expands the bias to
+a tile inside a kernel, by rotations of registers. `sum_diagonals` is the transpose of
+`roll_diagonals`, which gradients need.
 """
 
 from __future__ import annotations
@@ -31,34 +33,37 @@ from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.typing import PyTree
 
 VMEM = 32 * 2**20
-"""Bytes of vector memory that a program may take.
+"""The number of bytes of vector memory that a program may take.
 
-Cores after TPU v4 have at least as much. A core of TPU v4 has 16 MiB.
+Chips after TPU v4 have at least this much vector memory per core. A core of TPU v4 has 16 MiB.
 """
 
 LANES = 128
-"""Columns of a register.
+"""The number of columns of a register.
 
-The last axis of a tile has the length of the array's axis, or a multiple of this.
+The last axis of a tile must be as long as the axis of the array, or a multiple of `LANES`.
 """
 
 SUBLANES = 8
-"""Rows of a register in float32."""
+"""The number of rows of a register in float32."""
 
 LOW = float(jnp.finfo(jnp.float32).min)
-"""What takes the place of a forbidden logit. It is finite, so that differences are numbers."""
+"""The number that replaces a forbidden logit. `LOW` is finite, so that differences are not NaN."""
 
 Ref: TypeAlias = Any
-"""An array outside of kernels, and a Pallas reference to a tile in vector memory inside them."""
+"""A Pallas reference to a tile in vector memory. Outside of kernels, it is an array."""
 
 
 class Bias(NamedTuple):
-    """What heads add to the logits of every example. In a kernel, these are references to tiles.
+    """The bias of each head, which is added to the logits of every example.
+
+    In a kernel, the attributes are references to tiles.
 
     Attributes:
-      table: ``[h, q, k]``, or None if there is no table.
-      diagonals: ``[h, 1, w]`` float32, or None: one number for each ``key - query``. Number j
-        belongs to ``key - query = j + 1 - q``. Zeros fill the array up to a multiple of `LANES`.
+      table: one number for each query and key, ``[h, q, k]``, or None without a table.
+      diagonals: one number for each distance ``key - query``, ``[h, 1, w]`` float32, or None
+        without diagonals. Entry j belongs to ``key - query = j + 1 - q``. The array is padded with
+        zeros to a multiple of `LANES`.
     """
 
     table: Ref = None
@@ -66,11 +71,11 @@ class Bias(NamedTuple):
 
 
 BIAS_AXES = Bias(table="hqk", diagonals="h..")
-"""The letters of the axes of `Bias`, as `KernelPlan.spec` reads them."""
+"""The letters of the axes of `Bias`, in the form that `KernelPlan.spec` takes."""
 
 
 def obstacle(inputs: FusedInputs) -> str | None:
-    """Returns why no TPU kernel can take these inputs, or None if some may."""
+    """Explains why no TPU kernel can take the inputs, or returns None if a kernel may take them."""
     products, biases, values, mask, _ = inputs
     if mask.prefix_lengths is not None:
         return "The kernels do not support Mask.prefix_lengths."
@@ -85,7 +90,7 @@ def obstacle(inputs: FusedInputs) -> str | None:
 
 
 def prepare_bias(biases: Biases) -> Bias:
-    """Returns the biases as kernels read them: one table, and one line of diagonals."""
+    """Returns the sum of all tables and the sum of all diagonals, in the layout of the kernels."""
     table, line = biases.sums()
     if line is None:
         return Bias(table, None)
@@ -96,27 +101,28 @@ def prepare_bias(biases: Biases) -> Bias:
 def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, rows: int) -> None:
     """Fills a tile with a bias that is constant along diagonals.
 
-    Row r of the tile is row ``first + r`` of the logits. In its column 0, ``key - query`` is minus
-    that, which is number ``rows - 1 - first - r`` of the diagonals. So each row is the row above,
-    moved one to the right. Pallas can rotate rows by different amounts in one instruction, but not
-    before TPU v5.
+    Row r of the tile is row ``first + r`` of the logits. In column 0 of row r, ``key - query`` is
+    ``-(first + r)``, so column 0 has entry ``rows - 1 - first - r`` of the diagonals. Each row is
+    therefore equal to the row above, moved to the right by one column. Pallas can rotate rows by
+    different amounts in one instruction, but only on TPU v5 and later.
 
     Args:
-      tile: a reference, ``[size, length]`` float32, which is written.
-      diagonals: ``[1, count]``, see `Bias`.
-      first: number of the tile's first row.
-      rows: number of rows of all logits.
+      tile: a reference to the tile ``[size, length]`` float32, which the function writes.
+      diagonals: the diagonals ``[1, count]`` of one head; see `Bias`.
+      first: the number of the tile's first row in the logits.
+      rows: the number of rows of the logits.
     """
     size, length = tile.shape
     count = diagonals.shape[-1]
 
-    # Row r of these eight lines is rotated to the right by r: by 1, 2 and 4 if r has that bit.
+    # Row r of the eight lines is rotated to the right by r columns. The loop rotates a row by 1, 2
+    # or 4 columns if r has this bit.
     lines = jnp.broadcast_to(diagonals, (SUBLANES, count))
     row = lax.broadcasted_iota(jnp.int32, lines.shape, 0)
     for bit in (1, 2, 4):
         lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(bit), 1), lines)
 
-    # All eight together, rotated once more, are eight rows of the tile.
+    # One more rotation of all eight lines together gives eight rows of the tile.
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
         shift = lax.rem(jnp.int32(first + (begin + count + 1 - rows)), jnp.int32(count))
@@ -124,19 +130,21 @@ def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, r
 
 
 def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -> jax.Array:
-    """Returns the sums along the diagonals of a tile, ``[1, count]``: the transpose of
-    `roll_diagonals`.
+    """Returns the sums along the diagonals of a tile, ``[1, count]``.
+
+    This function is the transpose of `roll_diagonals`.
 
     Args:
-      tile: a reference, ``[size, length]`` float32.
-      first: number of the tile's first row.
-      rows: number of rows of all logits. Rows of the tile beyond it are left out.
-      count: number of diagonals with the zeros that fill them up.
+      tile: a reference to the tile, ``[size, length]`` float32.
+      first: the number of the tile's first row in the logits.
+      rows: the number of rows of the logits. Rows of the tile beyond this number are left out.
+      count: the number of diagonals, including the zeros at the end of the array.
     """
     size, length = tile.shape
     row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
 
-    # The steps of `roll_diagonals` in reverse: groups of eight rows are rotated back and added up.
+    # The function reverses the steps of `roll_diagonals`. The loop rotates groups of eight rows
+    # back and adds up the groups.
     lines = jnp.zeros((SUBLANES, count), jnp.float32)
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
@@ -145,7 +153,7 @@ def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -
         shift = lax.rem(jnp.int32(count + rows - 1 - begin - first), jnp.int32(count))
         lines += pltpu.roll(part, shift, 1)
 
-    # Row r of the eight is still r to the right.
+    # Row r of the eight lines is still r columns too far to the right, so it is rotated back.
     for bit in (1, 2, 4):
         lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
     return lines.sum(axis=0, keepdims=True)
@@ -157,8 +165,8 @@ def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = F
     Args:
       x: the left matrix.
       y: the right matrix.
-      axes: the axis of x and the axis of y that are summed over: ``(1, 0)`` is ``x y``, ``(1, 1)``
-        is ``x yᵀ``, and ``(0, 0)`` is ``xᵀ y``.
+      axes: the axis of x and the axis of y that are summed over. ``(1, 0)`` computes ``x y``,
+        ``(1, 1)`` computes ``x yᵀ``, and ``(0, 0)`` computes ``xᵀ y``.
       exact: whether float32 factors are multiplied without rounding them to bfloat16.
     """
     dims = (((axes[0],), (axes[1],)), ((), ()))
@@ -171,18 +179,20 @@ def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = F
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """How the work of a kernel is cut into programs, and what it costs.
+    """The grid of programs of a kernel, the tiles of each program, and the cost of the kernel.
 
     Attributes:
-      tile_sizes: rows of a tile along the axes that are cut, by their letters. None cuts an axis
-        into single rows, and the tile has no such axis. Other axes are not cut.
-      grid: numbers of programs. The first axis is that of heads, and the last one runs fastest.
-      grid_letters: for every axis of the grid, the letters of the array axes along which its
-        programs lie.
-      flops: FLOPs of all programs.
-      exponentials: number of exponentials that all programs compute.
-      scratch: a tuple of vector memory that a program keeps for the next one.
-      memory: bytes of vector memory that a program may take, its scratch memory included.
+      tile_sizes: the size of a tile along each axis that is cut, by the letter of the axis. If the
+        size is None, the axis is cut into single entries, and the tile lacks the axis. Axes whose
+        letters are absent are not cut.
+      grid: the numbers of programs along each axis of the grid. The first axis is for heads, and
+        the last axis is innermost.
+      grid_letters: the letters of the array axes that each axis of the grid divides.
+      flops: the number of FLOPs of all programs together.
+      exponentials: the number of exponentials that all programs compute.
+      scratch: a tuple of scratch memory that a program keeps for the next program.
+      memory: the number of bytes of vector memory that a program may take, including scratch
+        memory.
     """
 
     tile_sizes: dict[str, int | None]
@@ -194,11 +204,13 @@ class KernelPlan:
     memory: int = VMEM
 
     def spec(self, x: Ref, letters: str) -> pl.BlockSpec | None:
-        """Returns how an array is cut into the tiles of programs, or None if there is no array.
+        """Returns the block specification that cuts an array into the tiles of programs.
+
+        The result is None if the array is None.
 
         Args:
-          x: the array, or its shape and dtype.
-          letters: one letter for each of its axes, and ``.`` for an axis that is never cut.
+          x: the array, or a `jax.ShapeDtypeStruct`.
+          letters: one letter for each axis of the array, or ``.`` for an axis that is never cut.
         """
         if x is None:
             return None
@@ -211,7 +223,7 @@ class KernelPlan:
             for names, number in zip(self.grid_letters, program, strict=True):
                 for letter in names:
                     program_along[letter] = number
-            # An axis of size 1 is shared by all programs, and one that is not cut has one tile.
+            # All programs share an axis of size 1. An axis that is not cut has only one tile.
             return tuple(
                 0 if n in (1, size) else program_along.get(letter, 0)
                 for (letter, n), size in zip(axes, shape, strict=True)
@@ -233,13 +245,13 @@ def call_kernel(
     Args:
       kernel: a function of references to the tiles of inputs, outputs and scratch memory.
       inputs: a tuple of trees of arrays.
-      outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`, whose shapes the results
-        have.
-      plan: how the work is cut into programs.
+      outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`. The results have the same
+        shapes and dtypes.
+      plan: the grid of programs and the tiles of each program.
       interpret: whether to run the kernel in Python, without a TPU.
     """
-    # Only heads may be divided between the cores of a chip: along the other axes, programs add to
-    # what the program before has left in vector memory.
+    # Only the axis of heads may be divided between the cores of a chip. Along the other axes, each
+    # program adds to sums that the previous program left in vector memory.
     params = pltpu.CompilerParams(
         dimension_semantics=["arbitrary" if axis else "parallel" for axis in range(len(plan.grid))],
         vmem_limit_bytes=plan.memory,
