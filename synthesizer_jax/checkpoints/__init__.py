@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saving, restoring, verifying, and choosing which ones to keep."""
+"""Checkpoints of a run: saving, restoring, verifying, and choosing the checkpoints to keep."""

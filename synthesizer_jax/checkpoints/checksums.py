@@ -23,7 +23,7 @@ from synthesizer_jax.base.typing import PyTree
 MODULUS = 2**32
 
 AXIS_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
-"""Odd factors of the indices along the axes, used in turn. These are the primes of xxHash32."""
+"""Odd factors of the indices along the axes, used in turn. All factors are primes of xxHash32."""
 
 
 def checksums(tree: PyTree) -> dict[str, int]:

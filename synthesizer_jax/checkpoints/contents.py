@@ -1,4 +1,4 @@
-"""The part of a checkpoint besides its arrays, which are checksums and the data position."""
+"""The checksums and the data position, which a checkpoint holds in addition to its arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from synthesizer_jax.base.files import describing
 
 CONTENTS = "contents"
-"""Name of the checkpoint item with the contents. It is a directory that contains one file."""
+"""Name of the checkpoint item with the contents. The item is a directory with one file."""
 
 CONTENTS_FILE = "contents.json"
 
@@ -39,7 +39,7 @@ class BatchStream(Protocol):
 
 
 class Contents(NamedTuple):
-    """The contents of a checkpoint besides its arrays.
+    """The contents of a checkpoint in addition to its arrays.
 
     Attributes:
       step: the step of the checkpoint.

@@ -57,7 +57,7 @@ class Retention:
     scores: dict[int, float]
 
     def steps_to_keep(self, steps: Iterable[int]) -> set[int]:
-        """Returns the steps to keep. If two steps have equal scores, the newer one is better."""
+        """Returns the steps to keep. If two steps have equal scores, the newer step is better."""
         rising = sorted(steps)
         measured = [s for s in rising if math.isfinite(self.scores.get(s, math.nan))]
         # Sorting pairs in descending order puts the newer of two steps with equal scores first.
@@ -126,7 +126,7 @@ class Checkpoints:
         return finished_steps(self._directory)
 
     def record_score(self, step: int, score: float) -> None:
-        """Records the score of a step, which the next save or `prune` uses to choose checkpoints."""
+        """Records the score of a step, for choosing checkpoints in the next save or `prune`."""
         self._retention.scores[step] = score
 
     def prune(self) -> None:
@@ -171,7 +171,7 @@ class Checkpoints:
         """Returns the steps whose checkpoints were finished since the last call."""
         unfinished = []
         if self._begun and self._manager.is_saving_in_progress():
-            # Orbax writes one checkpoint at a time, so only the last one can be unfinished.
+            # Orbax writes one checkpoint at a time, so only the last checkpoint can be unfinished.
             unfinished = self._begun[-1:]
         else:
             self.wait()  # raises errors that occurred in the background thread
@@ -278,8 +278,8 @@ def restore_variables(
       directory: the ``checkpoints`` directory of a run.
       step: the step to restore. None means the newest step that can be read.
       layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings, which
-        may be over the devices of several processes. If it is None, the saved arrays are restored
-        on one device of this process.
+        may be over the devices of several processes. If `layout` is None, the saved arrays are
+        restored on one device of this process.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
@@ -324,7 +324,7 @@ def read_newest(
       read: a function that reads the entries from the directory of a step.
       step: the only step to read. None means the newest step.
       divided: whether each process reads only its own shards, so that the checksums of the
-        processes must be added up. If it is false, each process reads whole arrays.
+        processes must be added up. If `divided` is false, each process reads whole arrays.
 
     Returns:
       The step, its entries, and the problems of newer checkpoints by step. Without a checkpoint,

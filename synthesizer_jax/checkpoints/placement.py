@@ -111,8 +111,8 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
 
     Args:
       checkpoint: the directory of a step.
-      layout: see `place_variables`. If it is None, the saved arrays are read onto one device of
-        this process.
+      layout: see `place_variables`. If `layout` is None, the saved arrays are read onto one device
+        of this process.
     """
     saved = _metadata(checkpoint)
     parameters = AVERAGE if saved.get(AVERAGE) else "params"
@@ -183,8 +183,8 @@ def count_parameters(checkpoint: pathlib.Path) -> int:
 
 def _metadata(checkpoint: pathlib.Path) -> PyTree:
     """Returns a tree with the shapes and dtypes of a checkpoint's arrays."""
-    # By default, the handler asks for JAX's platform. This would initialize the devices, which a
-    # training process on the same machine may need.
+    # By default, the handler asks for JAX's platform. Asking for the platform would initialize the
+    # devices, which a training process on the same machine may need.
     handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     return handler.metadata(absolute(checkpoint / "state")).tree
 

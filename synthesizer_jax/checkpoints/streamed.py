@@ -99,7 +99,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Orbax's handler of arrays, changed to read each array when the previous one is written.
+    """Orbax's handler of arrays, changed to read each array after the previous array is written.
 
     Attributes:
       checksums: the checksums of the arrays by path.

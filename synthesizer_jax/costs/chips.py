@@ -1,7 +1,7 @@
 """Accelerator chips, and the names of TPU slices in Google Cloud and of groups of GPUs.
 
-This file only imports the standard library, because `tpu_scripts/launch.py` runs it as a program on
-machines where the package is not installed.
+This file only imports the standard library, because `tpu_scripts/launch.py` runs this file as a
+program on machines where the package is not installed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Chip:
         For a GPU, the only entry is the beginning of the name.
       shapes: the shapes of all available slices, as numbers of chips along each dimension.
       devices: the number of JAX devices per chip.
-      cores: the number by which one chip increases the number in an accelerator type. It is 2 if
-        the accelerator type counts TensorCores, and 1 if it counts chips.
+      cores: the number by which one chip increases the number in an accelerator type. `cores` is 2
+        if the accelerator type counts TensorCores, and 1 if it counts chips.
       config: the configuration of the chip for ahead-of-time compilation. For a TPU, `config` is
         libtpu's name of the chip configuration, and `None` means libtpu's default. For a GPU,
         `config` contains fields of XLA's ``GpuDeviceInfoProto``.
@@ -76,7 +76,7 @@ class Chip:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is a GPU, not a TPU."""
+        """Whether the chip is a GPU and not a TPU."""
         return self.tf32 is not None
 
     @property
@@ -215,7 +215,7 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
 
     Args:
       text: the name or type.
-      slices: the number of slices. It must be 1 for GPUs, because all GPUs form one slice.
+      slices: the number of slices. The number must be 1 for GPUs, because all GPUs form one slice.
       chips: the chips to choose from, by name.
 
     Raises:

@@ -154,8 +154,8 @@ def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
 
         inside = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
         if name == "cond":
-            # A condition is a check with a fallback, or a choice by platform. Only one branch runs,
-            # which is the branch with the fewest operations.
+            # A condition is a check with a fallback, or a choice by platform. Only one branch of a
+            # condition runs, which is the branch with the fewest operations.
             total += min(inside)
         elif name == "scan":
             total += eqn.params["length"] * sum(inside)
@@ -172,7 +172,7 @@ def _shape(value: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
 
 def _sub_jaxprs(params: Mapping[str, object]) -> list[jex_core.Jaxpr | jex_core.ClosedJaxpr]:
     """Returns the jaxprs in the parameters of an equation, such as the body of a loop."""
-    kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # one class since jax 0.11
+    kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # the same class since jax 0.11
     found = []
     for value in params.values():
         # The branches of a condition are a tuple of jaxprs.
@@ -214,7 +214,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
 
 
 def _one_layer(model: Model, index: int) -> Model:
-    """Returns the model with only one layer in the decoder and one in the encoder.
+    """Returns the model with only one layer in each of its stacks.
 
     The layer of the decoder is from the decoder's run `index`, and the layer of the encoder is from
     the encoder's first run.

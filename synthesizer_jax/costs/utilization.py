@@ -44,10 +44,10 @@ def utilizations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str,
       dtype: the dtype of the computation, such as ``bfloat16``.
 
     Returns:
-      A dictionary with one or two shares. ``mfu`` is the model FLOPs utilization, relative to the
-      published peak of the devices (`peak_flops`; Chowdhery et al. 2022, PaLM, appendix B). If the
-      peak is unknown, ``mfu`` is missing. ``product_utilization`` is relative to the rate of a
-      large matrix product on one of the devices (`product_rate`).
+      A dictionary with the entries ``mfu`` and ``product_utilization``. ``mfu`` is the model FLOPs
+      utilization, relative to the published peak of the devices (`peak_flops`; Chowdhery et al.
+      2022, PaLM, appendix B). If the peak is unknown, ``mfu`` is missing. ``product_utilization``
+      is relative to the rate of a large matrix product on one of the devices (`product_rate`).
     """
     device = mesh.devices.flat[0]
     rates = {

@@ -262,8 +262,8 @@ class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce the teacher's activations.
 
     The student's experiment is the teacher's experiment with another model, training and
-    evaluation. Every step gets the teacher's variables as an argument. The teacher's variables are
-    not part of the saved state, and may be `None` if the student makes no more steps.
+    evaluation. Every step gets the teacher's variables as an argument, so the saved state does not
+    contain them. The teacher's variables may be `None` if the student makes no more steps.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Fits static alignments to the attention of a trained model.
 
 The logits of a static alignment, such as a Random table, do not depend on the tokens. The best
-logits maximize the likelihood of the teacher's attention. In other words, they minimize the mean
-over queries of ``KL(teacher ‖ static)``, where both are distributions over the keys that a query
-sees. A fit needs only two statistics: the sums of the teacher's weights, and the number of queries
-by position and by number of visible keys. One pass over the data collects these statistics.
+logits maximize the likelihood of the teacher's attention. In other words, the best logits minimize
+the mean of ``KL(teacher ‖ static)`` over queries. Teacher and static are distributions over the
+keys that a query sees. A fit needs only two statistics: the sums of the teacher's weights, and the
+number of queries by position and by number of visible keys. One pass over the data collects these
+statistics.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Statistics(NamedTuple):
 def is_static(alignment: Alignment) -> bool:
     """Returns whether an alignment can be fitted.
 
-    The logits of such an alignment are trained and do not depend on tokens.
+    An alignment can be fitted if its logits are trained and do not depend on tokens.
     """
     if isinstance(alignment, Mixture | PerHead):
         return all(is_static(part) for part in alignment.parts)
@@ -126,9 +127,9 @@ def attention_statistics(
     """Returns the statistics of self-attention in some layers, for one batch.
 
     A layer of the student may see fewer keys than the same layer of the teacher. The teacher's
-    weights are therefore restricted to the student's window. If the teacher has sinks, its weights
-    may sum to less than one. The teacher's weights are therefore normalized if the student has no
-    sinks.
+    weights are therefore restricted to the student's window. If the teacher has sinks, the
+    teacher's weights may sum to less than one. The teacher's weights are therefore normalized if
+    the student has no sinks.
 
     Args:
       variables: the variables of the teacher.
@@ -275,7 +276,7 @@ def fit(
     """Fits the static alignment of an attention layer to the attention of a teacher.
 
     Args:
-      attention: the layer. Its alignment must be static; see `is_static`.
+      attention: the attention layer, whose alignment must be static; see `is_static`.
       statistics: the statistics of the teacher's layer.
       d_model: the width of the tokens.
       causal: whether a query sees only the keys up to its own position, as in decoders.
@@ -324,8 +325,8 @@ def _best_logits(
 ) -> np.ndarray:
     """Returns logits ``[heads, n, n]`` whose weights are about the mean attention of the teacher.
 
-    These logits are the best logits if all queries at a position see the same keys, and if no logit
-    reaches the soft cap.
+    The result is optimal if all queries at a position see the same keys, and if no logit reaches
+    the soft cap.
     """
     # `logits` is the logarithm of the mean weight of every key, over the queries that see the key.
     seen = np.maximum(times_seen(np.asarray(statistics.queries)), 1e-30)  # [q, k]
@@ -339,8 +340,8 @@ def _best_logits(
         logits += (np.asarray(sinks)[:, None] - np.log(np.maximum(shares, MIN_SINK)))[..., None]
 
     if soft_cap is not None:
-        # Without sinks, adding a constant to all logits of a query does not change its weights.
-        # Center the logits, so that they use the middle of the cap.
+        # Without sinks, adding a constant to all logits of a query does not change the weights of
+        # the query. Center the logits, so that they use the middle of the cap.
         if sinks is None:
             logits -= (logits * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
         # Apply the inverse of the soft cap.
@@ -362,7 +363,7 @@ def fit_layers(
     Returns:
       The parameters with the fitted alignments, and the `divergence` ``[heads]`` of each layer.
     """
-    # This copies the dictionaries, because the code below changes them. Arrays are not copied.
+    # The dictionaries are copied, because the code below changes them. The arrays are not copied.
     params = jax.tree.map(lambda x: x, params)
     divergences = {}
     for (stack, i), of_layer in statistics.items():
@@ -442,7 +443,7 @@ def sums_by_distance(x: np.ndarray) -> np.ndarray:
     """Returns the sums of `x` over all pairs of positions with the same distance.
 
     The argument `x` has the shape ``[q, k]``. The sums are sorted by the distance key − query,
-    which goes from ``1 − q`` to ``k − 1``.
+    which is at least ``1 − q`` and at most ``k − 1``.
     """
     q, k = x.shape
     distance = np.arange(k)[None, :] - np.arange(q)[:, None] + q - 1
@@ -496,7 +497,7 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
       rank: the largest rank.
       visible: a mask ``[n, n]`` of the elements of the table that matter.
     """
-    # A constant added to a row does not change its softmax, so rows are centered first.
+    # Adding a constant to a row does not change the softmax of the row, so rows are centered first.
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible, start - mean, 0.0), full_matrices=False)
     # Each factor is ``[heads, n, rank]`` and contains the square roots of the singular values.
@@ -520,7 +521,7 @@ def _standard_gaussian(statistics: Statistics) -> PyTree:
 
     A line search cannot fit a center and a width in tokens together, because their scales are too
     different. Therefore, a center of 0 stands for the mean distance to the keys that a head attends
-    to. A log-precision of 0 stands for the inverse of the variance of these distances.
+    to. A log-precision of 0 stands for the inverse of the variance of the distances.
     """
     mass = np.asarray(statistics.mass)
     weights = mass / mass.sum((1, 2), keepdims=True)
@@ -588,7 +589,7 @@ def _minimize(
     value_and_grad = optax.value_and_grad_from_state(loss)
 
     def step(_: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        """Makes one iteration of L-BFGS."""
+        """Performs one iteration of L-BFGS."""
         params, state = carry
         value, gradient = value_and_grad(params, state=state)
         updates, state = optimizer.update(

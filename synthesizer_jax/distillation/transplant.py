@@ -70,7 +70,8 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
       ValueError: if an alignment of the student does not contain the teacher's alignment, or if
         another part of the mixture cannot start at zero.
     """
-    # The dictionaries that are changed below are copied, because the caller's must not change.
+    # The dictionaries that are changed below are copied, because the caller's dictionaries must not
+    # change.
     params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
     for stack, mixer in STACKS.items():
         pairs = zip(blocks_of(teacher, stack), blocks_of(student, stack), strict=True)

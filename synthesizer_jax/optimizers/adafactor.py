@@ -134,7 +134,7 @@ class Adafactor:
     For a gradient G of a parameter X at update t, counted from 0:
 
     1. ``β₂(t) = 1 − (t+1)^−decay_rate``.
-    2. ``V ← β₂ V + (1 − β₂)(G² + ε₁)``, stored as row and column means if `factored_dims` says so.
+    2. ``V ← β₂ V + (1 − β₂)(G² + ε₁)``. If X is factored, V is stored as row and column means.
     3. ``U = G / √V``, divided by ``max(1, RMS(U) / clip)``.
     4. The update is ``−learning_rate · max(ε₂, RMS(X)) · U``.
 
@@ -250,8 +250,8 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     """Returns the logical axes of an optimizer's state.
 
     A leaf with the path and shape of a parameter, such as a moment of Adam, has the parameter's
-    axes. The path may continue with ``row``, ``col`` or ``full``, as in Adafactor. In this case,
-    the leaf has those axes of the parameter that remain after the reduction, and the sizes of the
+    axes. The path may continue with ``row``, ``col`` or ``full``, as in Adafactor. A leaf with such
+    a path has those axes of the parameter that remain after the reduction, and the sizes of the
     leaf must be the sizes of these axes. All other leaves have no axes. Only the dictionary keys of
     a path are compared.
 

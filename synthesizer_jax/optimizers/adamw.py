@@ -25,8 +25,8 @@ class AdamW:
       b1: decay rate of the first moment.
       b2: decay rate of the second moment.
       eps: a number that is added to the square root of the second moment.
-      weight_decay: weight decay. It is not applied to scales of norms, relative position biases and
-        weights of mixtures.
+      weight_decay: weight decay. Scales of norms, relative position biases and weights of mixtures
+        are not decayed.
       clip_norm: maximum global norm of the gradient. None means no clipping.
     """
 

@@ -17,7 +17,7 @@ COUNTS = ("count", "updates")
 class Optimizer(Protocol):
     """The configuration of an optimizer.
 
-    To add an optimizer, decorate a frozen dataclass with `register`. If it has a field
+    To add an optimizer, decorate a frozen dataclass with `register`. If the dataclass has a field
     `learning_rate`, the field must be a number or a `Schedule` of the number of updates. The value
     of the schedule is logged.
     """

@@ -16,7 +16,7 @@ from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import Constant, LearningRate, build_schedule
 
 Argument: TypeAlias = float | int | bool | str | None
-"""An argument of one of optax's functions, which can be saved as JSON."""
+"""An argument of a function of optax, which can be saved as JSON."""
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: f

@@ -38,8 +38,8 @@ class OptimizerRule:
       pattern: a regular expression that must match the whole path of a parameter, such as
         ``encoder/layers_\d+/.*/table``. Paths have the form of looped layers, even if the model
         scans its layers.
-      learning_rate: a factor by which the optimizer's updates are multiplied. It has the same
-        effect as a factor of the optimizer's learning rate.
+      learning_rate: a factor by which the optimizer's updates are multiplied. Multiplying the
+        optimizer's learning rate by this factor would have the same effect.
       frozen: whether the parameters are not trained. Freezing is the same as setting
         `learning_rate` to 0.
     """
@@ -94,7 +94,7 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
 
 
 def _first_match(rules: Sequence[OptimizerRule], path: str) -> OptimizerRule:
-    """Returns the first rule whose pattern matches a path. At least one rule must match."""
+    """Returns the first rule whose pattern matches a path. At least one pattern must match."""
     return next(rule for rule in rules if re.fullmatch(rule.pattern, path))
 
 
@@ -176,7 +176,7 @@ class RuledOptimizer:
         implementations = list[Any]()  # JAX's specification of a leaf's keys, or None for numbers
 
         def record(trained: PyTree) -> None:
-            """Records for each leaf of the state whether it holds keys, and of which kind."""
+            """Records the kind of PRNG keys of each leaf of the state, or None for other leaves."""
             for x in jax.tree.leaves(self.transformation.init(trained)):
                 implementations.append(jax.random.key_impl(x) if _is_key(x) else None)
 

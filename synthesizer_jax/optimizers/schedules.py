@@ -50,7 +50,7 @@ def build_schedule(rate: LearningRate) -> optax.Schedule:
 class Constant:
     """A constant learning rate after a linear warm-up from 0.
 
-    T5 fine-tunes with 0.001 and no warm-up.
+    T5 is fine-tuned with a learning rate of 0.001 and no warm-up.
 
     Attributes:
       value: the learning rate.
@@ -94,9 +94,10 @@ class InverseSquareRoot:
 class Noam:
     """The learning rate of the Transformer, which grows linearly and then decays.
 
-    At step s, counted from 1, it is ``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)``
-    (Vaswani et al. 2017, equation 3). The decay is the inverse square root of the step.
-    Tensor2Tensor's base model uses a factor of 2 and 8,000 warm-up steps.
+    At step s, counted from 1, the learning rate is
+    ``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)`` (Vaswani et al. 2017, equation 3).
+    The decay is the inverse square root of the step. Tensor2Tensor's base model uses a factor of 2
+    and 8,000 warm-up steps.
 
     Attributes:
       d_model: width of the model.

@@ -50,7 +50,7 @@ class MetricsWriter:
 
     @functools.cached_property
     def _board(self) -> EventsWriter:
-        """TensorBoard's file.
+        """The writer of TensorBoard's event file.
 
         The file is opened when the first metrics are written, because tensorboardX is slow to
         import.

@@ -29,7 +29,7 @@ class Progress:
     Args:
       total: number of steps of the run.
       title: a title, shown before the bar.
-      visible: whether to show anything. If it is false, only urgent messages are printed, to
+      visible: whether to show anything. If `visible` is false, only urgent messages are printed, to
         standard error.
     """
 
@@ -142,8 +142,8 @@ def summary_lines(
       steps: number of finished steps.
       saved: the steps of the run's checkpoints.
       data_dir: the data directory for the commands. None means the default directory.
-      prompt: the example prompt for ``synthesizer-jax generate``. It is an empty string if the
-        model does not write text.
+      prompt: the example prompt for ``synthesizer-jax generate``. If the model does not write text,
+        the prompt is an empty string.
     """
     finished = f"{directory} has finished its {steps:,} steps."
     scores = read_scores(directory / METRICS_FILE)

@@ -119,7 +119,7 @@ def find_step(source: pathlib.Path) -> int | None:
 def with_absolute_path(
     vocabulary: Bytes | SentencePiece | None, directory: pathlib.Path
 ) -> Bytes | SentencePiece | None:
-    """Returns a vocabulary with an absolute path. A relative path is relative to the directory.
+    """Returns a vocabulary with an absolute path. Relative paths start at `directory`.
 
     Vocabularies without a path are returned unchanged.
     """

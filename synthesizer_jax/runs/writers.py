@@ -143,7 +143,7 @@ class _MLflow:
         self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
-        """Waits until everything is sent. This method raises the errors of the service."""
+        """Waits until everything is sent. Errors of the service are raised by `flush`."""
         while self._sent:
             self._sent.pop(0).wait()
 

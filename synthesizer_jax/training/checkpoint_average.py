@@ -83,7 +83,7 @@ def average_checkpoints(
 
 
 def _update_mean(mean: np.ndarray, x: np.ndarray, *, count: int) -> np.ndarray:
-    """Returns the mean of `count` arrays, given the mean of all except the last one.
+    """Returns the mean of `count` arrays, given the mean of all arrays except the last.
 
     With this formula, the mean of equal arrays is exactly equal to the arrays. Dividing a sum would
     cause rounding errors.

@@ -1,4 +1,4 @@
-"""The configuration of a run, which a recipe returns: typed, immutable and saved as JSON."""
+"""The configuration of a run, which a recipe returns. It is typed, immutable and saved as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from synthesizer_jax.sharding import MeshShape
 @register
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a run trains: its length, optimizer, loss, logging and checkpoints.
+    """The settings of training, such as the number of steps, the optimizer and the loss.
 
     Attributes:
       steps: number of optimizer steps.
@@ -88,7 +88,7 @@ class Training:
 @register
 @dataclasses.dataclass(frozen=True)
 class InitRule:
-    r"""Determines how a run that starts from a checkpoint initializes some of its parameters.
+    r"""A rule that says how a run that starts from a checkpoint initializes some of its parameters.
 
     Attributes:
       pattern: a regular expression that must match the whole path of a parameter. Paths have the
@@ -135,7 +135,8 @@ def find_rule(rules: Sequence[InitRule], path: str) -> tuple[InitRule, re.Match[
 class Experiment:
     """The complete configuration of a run.
 
-    All fields, including those of nested objects, are checked when the experiment is constructed.
+    All fields, including the fields of nested objects, are checked when an experiment is
+    constructed.
 
     Attributes:
       model: the configured, unbound model. An `Encoder` must have exactly one head: `outputs` (with

@@ -56,7 +56,7 @@ def read_base(
 
     Args:
       experiment: the experiment.
-      mesh: the mesh over which the variables are sharded. If it is None, one device holds all
+      mesh: the mesh over which the variables are sharded. If `mesh` is None, one device holds all
         variables.
       report: called with a table of what was restored, resized, initialized, and not used.
 
@@ -76,14 +76,14 @@ def restore_run(
     """Returns the step and variables of a run's checkpoint, with adapters merged into their base.
 
     If the run has no adapters, this function only calls `restore_variables`. If the run has
-    adapters, the function also reads their base and merges the adapters into it. No random values
-    are drawn, because parameters that the run initialized are read from the run's own checkpoint.
+    adapters, the function also reads the base of the adapters and merges both. No random values are
+    drawn, because parameters that the run initialized are read from the run's own checkpoint.
 
     Args:
       directory: the directory of the run.
       step: the step to restore. None means the newest step.
-      layout: shapes and shardings of the model's variables. If it is None, one device holds all
-        variables.
+      layout: shapes and shardings of the model's variables. If `layout` is None, one device holds
+        all variables.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
@@ -119,7 +119,7 @@ def restore_trained(
       directory: the directory of the run.
       trainable: the part of the model that the run trains; see `Experiment.trainable`.
       step: the step to restore. None means the newest step.
-      mesh: the mesh over which the variables are sharded. If it is None, one device holds all
+      mesh: the mesh over which the variables are sharded. If `mesh` is None, one device holds all
         variables.
 
     Raises:
@@ -153,7 +153,7 @@ def read_initial_variables(
 
     Args:
       experiment: the experiment of the new run.
-      mesh: the mesh over which the variables are sharded. If it is None, one device holds all
+      mesh: the mesh over which the variables are sharded. If `mesh` is None, one device holds all
         variables.
       report: called with a table of what was restored, resized, initialized, and not used.
       draw: whether to draw values at random. Without random values, the result does not contain the
@@ -264,7 +264,7 @@ def fresh_variables(
 
     Args:
       experiment: the experiment, which has the model and the seed.
-      sharding: the shardings of the model's variables. If it is None, one device holds all
+      sharding: the shardings of the model's variables. If `sharding` is None, one device holds all
         variables.
       only: a function that takes ``COLLECTION/PATH``, in the form of looped layers, and returns
         whether to draw the variable. A variable that is stacked over scanned layers is drawn if

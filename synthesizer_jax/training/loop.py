@@ -1,8 +1,8 @@
 """The training loop.
 
-Each round of the loop saves a checkpoint and evaluates if these are due. It then fetches a batch,
-dispatches a step, and logs the previous step while the devices compute. Only the training loop
-holds a state that changes.
+Each round of the loop saves a checkpoint and evaluates if these are due. The round then fetches a
+batch, dispatches a step, and logs the previous step while the devices compute. Only the training
+loop holds a state that changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def train(
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
-    """Trains until step `training.steps`, from the newest checkpoint if there is one.
+    """Trains until step `training.steps`, starting from the newest checkpoint if it exists.
 
     Training ends earlier if the score has not improved for `evaluation.patience` evaluations. A run
     that has stopped early does not train further when it is continued, unless the patience is
@@ -95,9 +95,9 @@ def train(
         # If an error ends the run, the log records the error.
         stack.push(lambda kind, error, traceback: log.close(error))
 
-        # Restore the newest checkpoint, or make a first state. Both may take minutes, so they run
-        # inside `stop.region()`, in which a signal ends the process at once. Such an end loses
-        # nothing, because all earlier training is already saved.
+        # Restore the newest checkpoint, or make a first state. Restoring may take minutes. Inside
+        # `stop.region()`, a signal therefore ends the process at once. No training is lost, because
+        # all earlier training is already saved.
         with stop.region():
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
@@ -111,7 +111,7 @@ def train(
         log.begin(start)
 
         def save(state: TrainState, *, wait: bool) -> None:
-            """Saves a checkpoint of `state`, after everything up to its step is logged."""
+            """Saves a checkpoint of `state`, after logging everything up to the step of `state`."""
             # A run that continues from this checkpoint does not log the earlier steps again.
             log.flush_files()
             checkpoints.save(state, stream)
@@ -120,8 +120,8 @@ def train(
             log.report_saved()
             log.flush_writers()
 
-        # The stack `trace` holds the profiler during a trace. It ends the trace even after an
-        # error.
+        # The stack `trace` holds the profiler during a trace. The stack ends the trace even after
+        # an error.
         trace = stack.enter_context(contextlib.ExitStack())
 
         # At the start of each round, `state` is the state after `step` steps.
@@ -163,8 +163,8 @@ def train(
                 save(state, wait=True)
                 raise Preempted(signal)
 
-            # Profile. The trace starts after saving and after the devices have finished the earlier
-            # steps, so that it contains neither.
+            # Profile. The trace starts after saving, and after the devices have finished the
+            # earlier steps.
             if training.profile is not None and step == training.profile[0]:
                 jax.block_until_ready(state)
                 trace.enter_context(jax.profiler.trace(str(directory / "profile")))
@@ -186,7 +186,7 @@ def train(
                 state, metrics = trainer.step(state, batch)
 
             # The rate of a matrix product is measured after the first step, so that the measurement
-            # does not delay that step.
+            # does not delay the step.
             if step == start:
                 jax.block_until_ready(metrics)
                 with log.throughput.pause(), jax.transfer_guard("allow"):
@@ -224,7 +224,7 @@ def _restore_or_init(
     log: RunLog,
     compiles: bool,
 ) -> TrainState:
-    """Restores the newest checkpoint, or makes a first state if there is none.
+    """Restores the newest checkpoint, or makes a first state if there are no checkpoints.
 
     Args:
       trainer: makes the steps.
@@ -232,7 +232,8 @@ def _restore_or_init(
       stream: the batches. The stream is moved to the position of the restored checkpoint.
       initial: makes the first state.
       log: the log of the run.
-      compiles: whether to compile the step at the same time. It is false if no steps are left.
+      compiles: whether to compile the step at the same time. If no steps are left, `compiles` is
+        false.
     """
 
     def restore_or_init() -> TrainState:
@@ -262,8 +263,8 @@ def _restore_or_init(
 def is_finished(training: Training, evaluation: Evaluation, directory: pathlib.Path) -> bool:
     """Returns whether a run needs no more training.
 
-    A run needs no more training if its newest checkpoint is the checkpoint of its last step. It
-    also needs no more training if it has stopped early; see `has_stopped`.
+    A run needs no more training if its newest checkpoint is the checkpoint of its last step. A run
+    that has stopped early also needs no more training; see `has_stopped`.
     """
     newest = max(finished_steps(directory / "checkpoints"), default=0)
     scores = read_scores(directory / METRICS_FILE)

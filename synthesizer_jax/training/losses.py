@@ -1,8 +1,8 @@
 """Cross-entropy with z-loss and label smoothing, summed over real target tokens.
 
-Both implementations have custom gradients, which recompute the softmax instead of storing it in
-float32. `cross_entropy` takes logits. `chunked_cross_entropy` takes the states before the output
-projection and computes the logits of a few tokens at a time.
+`cross_entropy` and `chunked_cross_entropy` have custom gradients, which recompute the softmax
+instead of storing it in float32. `cross_entropy` takes logits. `chunked_cross_entropy` takes the
+states before the output projection and computes the logits of a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def chunked_cross_entropy(
     backward pass only multiplies the stored gradients by the incoming gradient.
 
     Args:
-      hidden: ``[b, t, d]``. Its dtype is the dtype of the matrix product.
+      hidden: ``[b, t, d]``. The dtype of `hidden` is also the dtype of the matrix product.
       kernel: ``[d, v]`` float32.
       targets: ``[b, t]`` integers, as in `cross_entropy`.
       weights: ``[b, t]`` float32, as in `cross_entropy`.
@@ -225,14 +225,14 @@ def _losses(
     loss = jnp.where(valid | (weights == 0), loss, jnp.nan)
 
     # A prediction is correct if the target is the first of the largest logits. On CPUs, an argmax
-    # would take ten times as long as these comparisons.
+    # would take ten times as long as the comparisons below.
     ids = jax.lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1)
     earlier = ((logits32 == peak[..., None]) & (ids < target)).any(axis=-1)
     correct = (valid & (at_target == 0) & ~earlier).astype(jnp.float32)
 
     def weighted_sum(x: jax.Array) -> jax.Array:
         """Returns the sum over tokens of `x`, multiplied by the weights of the tokens."""
-        # If a loss is NaN, its product with weight 0 is NaN too. `where` avoids this.
+        # The product of a NaN loss and the weight 0 would be NaN, so `where` selects 0 instead.
         return jnp.where(weights == 0, 0.0, weights * x).sum()
 
     log_z = peak + jnp.log(total)
@@ -254,8 +254,9 @@ def _logits_gradient(
 ) -> jax.Array:
     """Returns the gradient of the total loss with respect to the logits, in their dtype and shape.
 
-    The gradient is ``g w (p − y + z_loss · 2 log Z · p)``. Here, g is the gradient of the total, w
-    is the weight of a token, p is the softmax of its logits, and y is its smoothed target.
+    The gradient is ``g w (p − y + z_loss · 2 log Z · p)``. In this formula, g is the gradient of
+    the total, w is the weight of a token, p is the softmax of its logits, and y is its smoothed
+    target.
     """
     extra, low, _ = _smoothed_target(logits.shape[-1], settings.smoothing)
     # Without the barrier, XLA would store the float32 exponentials of the forward pass for this

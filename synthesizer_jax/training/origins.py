@@ -123,7 +123,7 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
       fresh: an array of the new shape. A `jax.ShapeDtypeStruct` suffices unless `fill` is
         ``fresh``.
       fill: how new entries are filled. ``edge`` repeats the last entry along the axis. ``distance``
-        is for tables whose last two axes are queries and keys. It fills a new entry with the
+        is for tables whose last two axes are queries and keys. A new entry is filled with the
         nearest entry for the same distance between query and key. ``fresh`` takes the entries of
         `fresh`.
     """
@@ -133,7 +133,7 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
     if fill == "fresh":
         assert isinstance(fresh, jax.Array)
         return fresh.at[kept].set(old[kept].astype(fresh.dtype))
-    # Each index array has the new size of one axis. Clipping its indices repeats the last entry.
+    # Each index array has the new size of one axis. Clipping the indices repeats the last entry.
     indices = [
         jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)
     ]
@@ -149,7 +149,7 @@ def resize(old: jax.Array, fresh: jax.Array | jax.ShapeDtypeStruct, fill: str) -
 
 
 def format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes) -> str:
-    """Returns a table of the origins of all arrays. Equal layers of a stack share a line."""
+    """Returns a table of the origins of all arrays. Equal layers of a stack share one line."""
     used = {origin.source for origin in origins.values() if origin.status != INITIALIZED}
     groups = {
         status: {name: new[name] for name, o in origins.items() if o.status == status}

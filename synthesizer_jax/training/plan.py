@@ -75,7 +75,7 @@ GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """Compiler options for GPUs that are not present.
 
 XLA chooses the tiles of Triton's matrix products by timing them. Without a GPU, XLA cannot time
-tiles, and it finds no tiles for some products. This option makes XLA use cuBLAS, which needs no
+tiles, and it finds no tiles for some products. With this option, XLA uses cuBLAS, which needs no
 tiles.
 """
 
@@ -88,8 +88,8 @@ class MemoryNeeds:
     `tiled_bytes`.
 
     Attributes:
-      parameters: the parameters, constants, and the moving average of the parameters if the run has
-        one. In a run with adapters, the base is included.
+      parameters: the parameters, the constants, and the moving average of the parameters if it is
+        enabled. In a run with adapters, the base is included.
       optimizer: the state of the optimizer.
       gradients: float32 gradients of the trained parameters, sharded like the parameters. With
         micro-batches, the sum of the gradients is included as well.
@@ -170,7 +170,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     chip = topology.chip
     gradients = _shard_bytes(optimizer.trained(state.params), chip)
     # The default mesh makes the arguments equal for all meshes with the same number of rows per
-    # device. All these meshes therefore share one cached trace.
+    # device. All meshes with the same number of rows therefore share one cached trace.
     copies, activations = _residual_bytes(replace(experiment, mesh=MeshShape()), rows)
     return MemoryPlan(
         topology=topology,
@@ -266,7 +266,8 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
         )
 
     residuals = _residuals(experiment, rows)
-    # An activation may have the shape of a kernel, but its shape changes with the number of rows.
+    # An activation may have the shape of a kernel, but the shape of an activation depends on the
+    # number of rows.
     fixed = residuals & _residuals(experiment, rows + 1)
     copies = _num_bytes(
         collections.Counter({array: n for array, n in fixed.items() if is_copy(*array)})
@@ -275,9 +276,9 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
 
 
 def _prefix_sizes(shape: tuple[int, ...]) -> set[int]:
-    """Returns the products of the first one, two, … sizes of a shape.
+    """Returns the products of the first n sizes of a shape, for every n.
 
-    Merging adjacent axes removes some of these products and keeps the others.
+    Merging adjacent axes removes some of the products and keeps the others.
     """
     return set(itertools.accumulate(shape, operator.mul))
 
@@ -404,7 +405,8 @@ def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compi
         return lowered.compile(GPU_OPTIONS if topology.chip.is_gpu else None)
     except jax.errors.JaxRuntimeError as error:
         refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
-        # A kernel that exhausts on-chip memory raises the same status, which is not a lack of HBM.
+        # A kernel that exhausts on-chip memory also raises RESOURCE_EXHAUSTED, although it does not
+        # lack HBM.
         if refused is None or "hbm" not in refused[1].lower():
             raise
         raise TooLargeError(f"The compiler rejects the step: {refused[1]}") from error

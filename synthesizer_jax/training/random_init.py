@@ -56,7 +56,8 @@ def init_arrays(
     for i, (var, sharding) in enumerate(zip(jaxpr.outvars, places, strict=True)):
         part = _Part([var], producers, known)
         if not part.inputs or any(len(eqn.outvars) > 1 for eqn in part.equations):
-            rest.append(i)  # no random bits, or a loop that makes several arrays
+            # Arrays without random bits, and arrays of loops with several results, are made last.
+            rest.append(i)
             continue
         # Arrays with equal signatures share one compiled program.
         name = part.signature(), sharding
@@ -76,8 +77,8 @@ class _Part:
 
     Attributes:
       outputs: the variables that the part computes.
-      inputs: the known variables that the part needs. They are the keys of a dictionary, because a
-        dictionary keeps their order.
+      inputs: the known variables that the part needs. The inputs are the keys of a dictionary,
+        because a dictionary keeps the order of its keys.
       equations: the equations of the part, in an order in which they can be computed.
     """
 

@@ -64,8 +64,8 @@ def run(
         the experiment's model on the targets of the data.
       initial: makes the first state of a new run. By default, the run starts from `init_from`, or
         from random parameters if `init_from` is not set.
-      prepare: a function that prepares data that is missing in the data directory. It is called
-        after everything else is checked. None means that all data must be prepared already.
+      prepare: a function that prepares data that is missing in the data directory. The function is
+        called after everything else is checked. None means that all data must be prepared already.
       visible: whether to show a progress bar.
       user_code: code that later commands need in order to load the run. This code is recorded in
         the run directory.
@@ -143,8 +143,8 @@ def run(
             visible=visible,
         )
     if visible:
-        # `prompt` is a placeholder in the suggested command. It stands for a text that an encoder
-        # reads, or for a text that a language model continues.
+        # `prompt` is a placeholder in the suggested command. The placeholder stands for a text that
+        # an encoder reads, or for a text that a language model continues.
         prompt = ""
         if isinstance(experiment.model, TextToText):
             prompt = "INPUT" if experiment.data.inputs_length else "TEXT"

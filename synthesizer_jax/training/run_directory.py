@@ -51,7 +51,7 @@ def load_experiment(directory: pathlib.Path) -> Experiment:
 
 
 def read_recorded(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run as it is recorded. The dtype of its model may be ``auto``.
+    """Reads the experiment of a run as it is recorded. The model's dtype may be ``auto``.
 
     Raises:
       FileNotFoundError: the directory does not contain a run.
@@ -104,8 +104,8 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
 def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with its vocabulary, whose path is made absolute.
 
-    If the experiment has no vocabulary, it must use a synthetic mixture. Preparing such a mixture
-    writes a vocabulary into `data_dir`.
+    If the experiment has no vocabulary, it must use a synthetic mixture. Preparing a synthetic
+    mixture writes a vocabulary into `data_dir`.
 
     Raises:
       ValueError: there is no vocabulary.

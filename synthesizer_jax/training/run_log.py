@@ -45,7 +45,7 @@ class RunLog:
     Attributes:
       throughput: measures steps and tokens per second.
       agreed_signal: the signal that one of several processes had received in the last step whose
-        metrics were read, or 0. The value is the same in all processes.
+        metrics were read, or 0. The value of `agreed_signal` is the same in all processes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RunLog:
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
         # `_unread` holds the number of the last step, its metrics, and the number of positions in
-        # its batch. The devices may still be computing these metrics.
+        # its batch. The devices may still be computing the metrics.
         self._unread: tuple[int, Metrics, int] | None = None
         self.throughput = Throughput()
         self.agreed_signal = 0
@@ -92,7 +92,7 @@ class RunLog:
         self.throughput.read()  # restarts the measurement, so that rates exclude compilation
 
     def say(self, step: int, text: str, *, event: str | None = None) -> None:
-        """Prints a line about a step. If `event` is given, also writes an event of that name."""
+        """Prints a line about a step. If `event` is given, the line is also written as an event."""
         if event is not None:
             self.add_event(step, event, text)
         urgent = self._metrics is not None and event in ("stopped", "writer_failed")
@@ -187,7 +187,8 @@ class RunLog:
     def _tell(self, call: Callable[[Writer], None]) -> None:
         """Calls a function on all writers to services.
 
-        A writer that raises an error is removed and reported, and training goes on without it.
+        A writer that raises an error is removed and reported, and training goes on without this
+        writer.
         """
         for name, writer in list(self._writers.items()):
             try:

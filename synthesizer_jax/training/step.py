@@ -101,10 +101,10 @@ def loss_sums(
       label_smoothing: ε of T5's label smoothing.
       dropout_key: random key for dropout. None turns dropout off.
       max_segments: maximum number of segments in a packed row.
-      penalty_weight: the factor of the losses that modules add. These losses are means over rows.
-        The default factor is the number of real targets in `batch`. For a micro-batch, pass the
-        number of real targets in the whole batch, divided by the number of micro-batches. The
-        penalties of all micro-batches then add up to the penalty of the whole batch.
+      penalty_weight: the factor of the losses that modules add. Losses that modules add are means
+        over rows. The default factor is the number of real targets in `batch`. For a micro-batch,
+        pass the number of real targets in the whole batch, divided by the number of micro-batches.
+        The penalties of all micro-batches then add up to the penalty of the whole batch.
     """
     if isinstance(model, Encoder):
         output, sown = _encoder_output(model, variables, batch, dropout_key)
@@ -128,14 +128,14 @@ def loss_sums(
         soft_cap=model.logits_soft_cap,
     )
 
-    # Modules in scanned layers sow one array [layers], other modules sow scalars.
+    # Modules in scanned layers sow one array [layers], and other modules sow scalars.
     penalty = sum(map(jnp.sum, jax.tree.leaves(sown)), start=jnp.zeros(()))
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)
 
 
 class _Output(NamedTuple):
-    """The arrays from which the logits of a batch are computed, ``scale · states · kernel``.
+    """The arrays for the logits of a batch, which are ``scale · states · kernel``.
 
     Attributes:
       states: ``[b, q, d_model]``, or ``[b, k, d_model + 1]`` for masked tokens. If `kernel` is
@@ -268,7 +268,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, jax.Array, Variables], tuple[TrainState, Metrics]]:
     """Returns the function ``(state, batch, key, base) → (state, metrics)``, not yet jitted.
 
-    `base` holds the variables that adapters modify. Without adapters, it is an empty dictionary.
+    `base` holds the variables that adapters modify. Without adapters, `base` is an empty
+    dictionary.
 
     With `Training.micro_batches`, the batch is divided into parts whose gradients are added up. The
     loss is normalized over the whole batch, so the result is the same as without micro-batches,
@@ -356,7 +357,7 @@ def apply_gradients(
 ) -> TrainState:
     """Returns the state after an update of the parameters and of their moving average.
 
-    The average is updated to ``average + (1 − d) · (params − average)``. Its decay is
+    The average is updated to ``average + (1 − d) · (params − average)``. The decay is
     ``d = min(ema, (1 + step) / (10 + step))``, as in TensorFlow's ``ExponentialMovingAverage`` with
     ``num_updates``. The average starts as a copy of the initial parameters. No bias correction is
     needed, because the decay is small in the first steps and the average forgets the initial

@@ -29,7 +29,7 @@ from synthesizer_jax.training.step import Batch, Metrics, TrainState, make_train
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Shapes, logical axes and shardings of a run's state, known before any array is allocated.
+    """The shapes and shardings of a run's state, which are known before any array is allocated.
 
     Attributes:
       abstract: a `TrainState` whose leaves are `jax.ShapeDtypeStruct` with shardings.
@@ -111,7 +111,8 @@ class BatchShards:
     def saved_by(self, process: int) -> list[int]:
         """Returns the shards whose position in the data is saved by a process.
 
-        If several processes load a shard, the one with the lowest index saves its position.
+        If several processes load a shard, the process with the lowest index saves the shard's
+        position.
         """
         saved_by_lower = {
             s for p, shards in self._shards_of_process.items() if p < process for s in shards
@@ -171,7 +172,7 @@ class Trainer:
         self._key = jax.random.key(training.seed)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """Returns the function to compile. It takes a state, a batch, a key and `arguments`."""
+        """Returns the function to compile, which takes a state, a batch, a key and `arguments`."""
         data = self.experiment.data
         return make_train_step(
             self.trainable,
@@ -251,8 +252,8 @@ class Trainer:
     def measure_utilization(self) -> dict[str, float]:
         """Returns the `utilizations` of the devices at one step per second.
 
-        The result is an empty dictionary if the FLOPs of a step are unknown, as with adapters. It
-        is also empty if the FLOPs differ between steps, as with buckets.
+        The result is an empty dictionary if the FLOPs of a step are unknown, as with adapters. The
+        result is also empty if the FLOPs differ between steps, as with buckets.
         """
         flops = self.step_flops()
         if flops is None or self.experiment.data.buckets or self.trainable.has_base:
@@ -309,7 +310,7 @@ class Trainer:
     def saved_shards(self) -> list[int]:
         """The shards in `shards` whose position in the data this process saves.
 
-        Each shard is saved by the first process that loads it.
+        The position of each shard is saved by the first process that loads the shard.
         """
         return self._batch_shards.saved_by(jax.process_index())
 
@@ -378,7 +379,7 @@ class Trainer:
         return _lengths(batch) in self._compiled
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Does one training step. The buffers of the old state are donated.
+        """Performs one training step. The buffers of the old state are donated.
 
         The step is compiled when it is called for the first time with a batch of a new shape.
         """
