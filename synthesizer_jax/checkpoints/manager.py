@@ -49,7 +49,8 @@ class Retention:
     Attributes:
       latest: number of newest checkpoints to keep.
       best: number of checkpoints with the best scores to keep.
-      scores: scores of evaluated steps. Higher is better. The run adds scores while it trains.
+      scores: scores of evaluated steps. Higher scores are better. The run adds scores during
+        training.
     """
 
     latest: int

@@ -282,8 +282,8 @@ def fit(
       causal: whether a query sees only the keys up to its own position, as in decoders.
       bias: logits ``[heads, n, n]`` that are added to the logits of the alignment. The bias is not
         changed.
-      sinks: the logits ``[heads]`` of the layer's sinks, which are not changed. If it is `None`,
-        the layer has no sinks.
+      sinks: the logits ``[heads]`` of the layer's sinks, which are not changed. If `sinks` is
+        `None`, the layer has no sinks.
       seed: the seed of the initial parameters, for alignments whose fit starts from initial
         parameters.
 

@@ -129,7 +129,7 @@ def optax_optimizer(
       **arguments: the function's other arguments.
 
     Raises:
-      ValueError: optax has no optimizer of this name, or these arguments do not fit it.
+      ValueError: optax has no optimizer of this name, or the arguments do not fit the optimizer.
     """
     return Optax(name, learning_rate, tuple(sorted(arguments.items())), clip_norm)
 
@@ -142,6 +142,6 @@ def optax_schedule(name: str, **arguments: Any) -> OptaxSchedule:
       **arguments: the function's arguments.
 
     Raises:
-      ValueError: optax has no schedule of this name, or these arguments do not fit it.
+      ValueError: optax has no schedule of this name, or the arguments do not fit the schedule.
     """
     return OptaxSchedule(name, from_json(to_json(arguments)))

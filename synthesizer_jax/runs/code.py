@@ -108,8 +108,8 @@ def execute(path: str) -> tuple[ModuleType, Code]:
       registered classes, tasks, mixtures or mesh axes. Otherwise, the `Code` is `NOTHING`.
 
     Raises:
-      ValueError: the file does not exist, or it raises an error. The message contains the file, the
-        line and the type of the error.
+      ValueError: the file does not exist, or executing the file raises an error. The message
+        contains the file, the line and the type of the error.
     """
     source = _read_source(storage_path(path))
     if source not in _executed:

@@ -40,7 +40,7 @@ class Training:
       steps: number of optimizer steps.
       optimizer: `AdamW`, `Adafactor` or your own optimizer, including its learning rate schedule.
       rules: learning rates and freezing by paths of parameters. The first rule that matches a path
-        applies to it.
+        applies to its parameter.
       adapters: low-rank updates of kernels; see `LoRA`. The run trains these adapters instead of
         the parameters of `Experiment.init_from`. None means that the parameters themselves are
         trained.
@@ -91,16 +91,16 @@ class InitRule:
     r"""A rule that says how a run that starts from a checkpoint initializes some of its parameters.
 
     Attributes:
-      pattern: a regular expression that must match the whole path of a parameter. Paths have the
-        form of looped layers, even if the model scans them, such as
-        ``encoder/layers_\d+/.*/table``.
+      pattern: a regular expression that must match the whole path of a parameter. An example is
+        ``encoder/layers_\d+/.*/table``. Paths have the form of looped layers, even if the model
+        scans its layers.
       action: ``restore`` takes the checkpoint's array, which must have the same shape. ``resize``
-        takes an array of any shape with the same number of dimensions, and crops or extends it.
+        takes an array with the same number of dimensions, and crops or extends this array.
         ``fresh`` draws new values.
       source: the path of the array in the checkpoint. In this path, ``\1`` stands for the first
         group of the pattern. None means the same path as in the model.
-      fill: how new entries of a resized array are filled: ``edge``, ``distance`` or ``fresh``; see
-        `origins.resize`.
+      fill: the values of new entries of a resized array, which are ``edge``, ``distance`` or
+        ``fresh``; see `origins.resize`.
     """
 
     pattern: str
@@ -113,7 +113,7 @@ class InitRule:
 
     @property
     def draws(self) -> bool:
-        """Whether the rule draws new random values, which the checkpoint does not contain."""
+        """Whether the rule draws random values that the checkpoint does not contain."""
         return self.action == "fresh" or (self.action == "resize" and self.fill == "fresh")
 
 
@@ -147,7 +147,7 @@ class Experiment:
       evaluation: the settings of the evaluation, such as how often the run is evaluated.
       vocabulary: `Bytes()` or `SentencePiece(path)`. None is only possible for synthetic mixtures,
         which have their own vocabulary.
-      mesh: how the devices are arranged in a mesh.
+      mesh: the shape of the mesh of devices.
       init_from: a run or one of its checkpoints (``RUN`` or ``RUN/checkpoints/STEP``). A new run
         starts from the parameters of this checkpoint. If the run has adapters, the adapters modify
         this checkpoint.

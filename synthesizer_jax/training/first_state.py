@@ -27,7 +27,8 @@ def initializer_of(
 
     Args:
       experiment: the experiment of the new run.
-      report: called with a table of what was restored, resized, initialized, and not used.
+      report: a function that is called with a table of restored, resized, initialized and unused
+        arrays.
 
     Raises:
       ValueError: `init_from` is not a run, or the experiment has settings for starting from a
@@ -59,7 +60,8 @@ def initialize_from_checkpoint(
       trainer: the trainer, which makes the rest of the state and draws the parameters that are not
         restored.
       experiment: the experiment of the new run, with its `init_rules`.
-      report: called with a table of what was restored, resized, initialized, and not used.
+      report: a function that is called with a table of restored, resized, initialized and unused
+        arrays.
 
     Raises:
       ValueError: `init_from` is not a run, an array does not fit, or `init_optimizer` is set and

@@ -58,7 +58,8 @@ def read_base(
       experiment: the experiment.
       mesh: the mesh over which the variables are sharded. If `mesh` is None, one device holds all
         variables.
-      report: called with a table of what was restored, resized, initialized, and not used.
+      report: a function that is called with a table of restored, resized, initialized and unused
+        arrays.
 
     Raises:
       ValueError: the base does not exist, or the adapters were trained with another base.
@@ -155,7 +156,8 @@ def read_initial_variables(
       experiment: the experiment of the new run.
       mesh: the mesh over which the variables are sharded. If `mesh` is None, one device holds all
         variables.
-      report: called with a table of what was restored, resized, initialized, and not used.
+      report: a function that is called with a table of restored, resized, initialized and unused
+        arrays.
       draw: whether to draw values at random. Without random values, the result does not contain the
         variables for which `Experiment.draws` is true.
 

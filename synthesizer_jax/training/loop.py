@@ -61,12 +61,13 @@ def train(
       trainer: makes the steps of an experiment.
       stream: the batches of the experiment.
       directory: the run directory, for checkpoints and logs.
-      stop: receives the signals that ask the run to stop.
-      evaluate: measures a state every `evaluation.every` steps and at the end, after the state is
-        saved.
-      initial: makes the first state of a new run, for example from the parameters of a checkpoint.
-      ready: called when the state exists and the step is compiled. Nothing is written before this
-        call.
+      stop: the object that receives the signals that ask the run to stop.
+      evaluate: a function that measures a state every `evaluation.every` steps and at the end,
+        after the state is saved.
+      initial: a function that makes the first state of a new run, for example from the parameters
+        of a checkpoint.
+      ready: a function that is called when the state exists and the step is compiled. Nothing is
+        written before this call.
       visible: whether to show progress.
 
     Returns:

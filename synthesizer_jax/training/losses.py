@@ -141,8 +141,8 @@ def chunked_cross_entropy(
       scale: factor of `hidden`, such as 1/√d for tied embeddings.
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
-      soft_cap: replaces each logit x by ``soft_cap · tanh(x / soft_cap)``. None leaves the logits
-        unchanged.
+      soft_cap: the cap of the logits. Each logit x is replaced by
+        ``soft_cap · tanh(x / soft_cap)``. None leaves the logits unchanged.
       chunk: maximum number of tokens per chunk. The default is an eighth of all tokens, but at
         least 512 and at most 2,048. Smaller chunks need less memory for logits, but every chunk
         reads and writes the whole gradient of the kernel.

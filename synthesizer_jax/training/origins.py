@@ -61,8 +61,8 @@ def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> di
       rules: the rules, in order of precedence.
 
     Raises:
-      ValueError: a rule applies to no parameter, or its `source` refers to a group that its pattern
-        does not have.
+      ValueError: a rule applies to no parameter, or the `source` of a rule refers to a group that
+        its pattern does not have.
     """
     paths = {name.split("/", 1)[1] for name in new}
     check_patterns_decide("init_rules", [rule.pattern for rule in rules], paths)

@@ -97,7 +97,7 @@ class MemoryNeeds:
         form, and its gradient before the reduce-scatter.
       copies: parameters in the dtype of the computation that are kept for the backward pass.
       activations: all other residuals of one micro-batch. The plan ignores that ``tensor`` and
-        ``sequence`` shard some of them.
+        ``sequence`` shard some residuals.
     """
 
     parameters: int
@@ -156,7 +156,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     A model dtype of ``auto`` is replaced by the default for the topology's chips.
 
     Raises:
-      ValueError: the mesh does not fit the topology, or the batch cannot be divided over it.
+      ValueError: the mesh does not fit the topology, or the batch cannot be divided over the mesh.
     """
     experiment = experiment.resolved("gpu" if topology.chip.is_gpu else "tpu")
     within, between = experiment.mesh.sizes(topology.devices, topology.slices)

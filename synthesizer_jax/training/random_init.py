@@ -31,12 +31,12 @@ def init_arrays(
         arrays.
       key: the random key.
       *arguments: more arguments of `init`, which are pytrees of arrays.
-      shardings: a pytree of shardings like the result. None places all arrays on one device.
+      shardings: a pytree of shardings like the result. If `shardings` is None, one device holds all
+        arrays.
     """
     closed, shapes = jax.make_jaxpr(init, return_shape=True)(key, *arguments)
     jaxpr = closed.jaxpr
-    # `known` holds the values of variables that are computed already: the arguments, constants and
-    # keys.
+    # `known` holds the values of arguments, constants and keys, which are already computed.
     values = [key, *jax.tree.leaves(arguments), *closed.consts]
     known = dict(zip([*jaxpr.invars, *jaxpr.constvars], values, strict=True))
     producers: dict[jex_core.Var, jex_core.JaxprEqn] = {}

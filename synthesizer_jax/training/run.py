@@ -62,8 +62,8 @@ def run(
       data_dir: the directory of data sets. None means `task_registry.default_data_dir()`.
       trainer: the trainer, which makes the training steps. The default is a `Trainer` that trains
         the experiment's model on the targets of the data.
-      initial: makes the first state of a new run. By default, the run starts from `init_from`, or
-        from random parameters if `init_from` is not set.
+      initial: a function that makes the first state of a new run. By default, the run starts from
+        `init_from`, or from random parameters if `init_from` is not set.
       prepare: a function that prepares data that is missing in the data directory. The function is
         called after everything else is checked. None means that all data must be prepared already.
       visible: whether to show a progress bar.

@@ -292,7 +292,7 @@ def make_train_step(
       - ``gradient_norm``: the norm of the gradient of the trained parameters.
       - ``learning_rate``: the learning rate of the step, if it is known.
       - ``data_checksum``: a uint32 checksum of the batch. If two runs read the same batch in a
-        step, they have the same checksum.
+        step, their checksums of this step are equal.
     """
     model, parts = trainable.model, training.micro_batches
 
@@ -367,7 +367,7 @@ def apply_gradients(
       state: the state before the step.
       gradients: gradients from `RuledOptimizer.mask_gradients`.
       optimizer: the optimizer.
-      ema: decay of the average of the parameters. None if the state has no average.
+      ema: decay of the average of the parameters. None means that the state has no average.
     """
     params, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     average = state.ema

@@ -219,7 +219,7 @@ class Trainer:
         reported early.
 
         Args:
-          report: called with the table of `initial_parameters.read_base`.
+          report: a function that is called with the table of `initial_parameters.read_base`.
 
         Raises:
           ValueError: see `initial_parameters.read_base`.
