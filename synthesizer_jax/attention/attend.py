@@ -1,4 +1,4 @@
-"""The entry point of attention: `attend` checks its arguments, selects a route and runs it.
+"""The entry point of attention. `attend` checks its arguments, selects a route and runs the route.
 
 A route is one implementation of attention. All routes compute the same result. Routes differ in the
 terms that they support and in the memory that they need. Every route has a function that returns
@@ -87,8 +87,7 @@ KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
 """Maps platforms and routes to functions that say why the kernels cannot compute a call.
 
 Each function returns None if the kernels can compute the call. Only explanations use this table.
-The routes themselves choose between kernels and other code when a program is lowered for a
-platform.
+The routes choose between kernels and other code when a program is lowered for a platform.
 """
 
 FEW_LOGITS = 128 * 128
@@ -151,7 +150,8 @@ def attend(
 
     * ``static`` takes terms that consist of parameters only: `Static`, `Relative`, and `LowRank` if
       both factors are parameters. This route computes the exponentials of the logits once for all
-      examples. It falls back to the fused route if the shared exponentials could lose precision.
+      examples. If the shared exponentials could lose precision, the static route falls back to the
+      fused route.
     * ``fused`` computes the logits of one head and example at a time. The backward pass computes
       the logits again.
     * ``banded`` takes a `Banded` term, whose weights need no softmax. This route adds up shifted
@@ -166,8 +166,8 @@ def attend(
       values: ``[b, k, h, e]``. The values may have fewer heads than the terms if the number of
         heads of the values divides the number of heads of the terms. Neighboring heads of the terms
         then share a head of the values.
-      mask: the keys that each query may attend to. None allows all keys. An array is converted by
-        `Mask.of`.
+      mask: a `Mask` or an array that says which keys each query may attend to. `Mask.of` converts
+        an array to a `Mask`. None allows all keys.
       q_length: the number of queries. This argument is required if no term has an axis of queries,
         for example if all terms are `Relative`.
       dropout_rate: the probability with which a weight is dropped. As in T5, dropout is drawn once
@@ -238,7 +238,7 @@ def _make_call(
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
 
     def repeat_keys(term: Term) -> Term:
-        """Returns a `LowRank` term with keys for every head of its queries."""
+        """Returns a `LowRank` term whose keys have as many heads as the queries."""
         if isinstance(term, LowRank):
             return dataclasses.replace(term, keys=repeat_heads(term.keys, term.num_heads))
         return term
@@ -372,8 +372,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     """Chooses the route of a call.
 
     Raises:
-      ValueError: if `implementation` is not the name of a route, or names a route that cannot take
-        the call.
+      ValueError: if `implementation` is not the name of a route, or names a route that cannot
+        compute the call.
     """
     if implementation != "auto" and implementation not in ROUTES:
         *routes, last = ROUTES
@@ -384,7 +384,7 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     mask = call.mask
     packed = mask.query_segments is not None
     positional = uses_segment_positions(call.terms, mask)
-    # `lengths` holds the numbers of queries and keys of the unpacked rows. It is None if the rows
+    # `lengths` holds the numbers of queries and keys of the unpacked rows, or None if the rows
     # cannot be unpacked.
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
     reasons = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
@@ -410,8 +410,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"{obstacles[chosen]} Use implementation='auto'."
         )
 
-    # The fused route can look up positions inside packed rows, tile by tile. Unpacked examples need
-    # no lookups, so they are faster. The static route runs only on unpacked examples.
+    # The fused route can look up positions inside packed rows, tile by tile. Unpacking avoids the
+    # lookups, and is faster. The static route runs only on unpacked examples.
     unpack = lengths is not None and (positional or chosen == "static")
     return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
@@ -449,7 +449,7 @@ def _log_route(
         )
 
     def residuals() -> PyTree:
-        """Returns the `jax.vjp` function, whose leaves are the arrays that the backward pass keeps."""
+        """Returns the `jax.vjp` function, whose leaves are the arrays for the backward pass."""
 
         def output(terms: Terms, values: jax.Array) -> jax.Array:
             """Returns the output of the call with other terms and values."""
@@ -465,7 +465,7 @@ def _find_in_rows(
 ) -> str | None:
     """Explains why kernels cannot run on the rows of the route, or returns None if kernels can run.
 
-    The rows are the caller's, or the unpacked rows if packed examples were unpacked first.
+    The rows are the original rows of the call, or the unpacked rows if `choice.unpack` is True.
     """
     if not choice.unpack:
         return find_obstacle(call)
@@ -516,7 +516,7 @@ def attention_weights(
 
 
 def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Drops whole value vectors, which is T5's dropout of attention weights; see `attend`.
+    """Drops whole value vectors, which is equivalent to T5's dropout of attention weights.
 
     Args:
       values: ``[b, k, h, e]``.
@@ -538,8 +538,8 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])  # [b, k, h]
 
-    # With `jax.checkpoint`, the backward pass keeps the array `keep`, [b, k, h]. It does not keep
-    # the mask [b, k, h, e] that `keep` is broadcast to.
+    # With `jax.checkpoint`, the backward pass keeps the array `keep`, [b, k, h], instead of a
+    # broadcast mask [b, k, h, e].
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def drop(values: jax.Array, keep: jax.Array) -> jax.Array:
         """Returns the values with zeros for the dropped vectors."""
@@ -549,7 +549,7 @@ def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) ->
 
 
 def check_terms(terms: object, name: str = "attend: terms") -> None:
-    """Raises an error if an object is not a non-empty tuple of terms that can be added.
+    """Raises an error if an object is not a tuple of terms that can be added.
 
     Args:
       terms: the object.

@@ -1,8 +1,8 @@
 """The banded route, which computes weighted sums over windows of keys in linear time.
 
 Gaussian attention and convolutions have weights that need no softmax. In the common case, the
-window moves along with the query. The route then needs no gather: it multiplies tap t of all
-queries by the values, shifted by t positions.
+window moves along with the query, and the route needs no gather. Tap t of all queries is multiplied
+by the values, shifted by t positions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attend_banded(call: Call) -> jax.Array:
     queries = mask.queries(q_length)
 
     # `Call.cleared` has set padding keys to zero, so the weighted sum needs no mask of keys. The
-    # sum of the weights below uses `keys` instead.
+    # row sum below does need `keys`, because it multiplies the weights by ones.
     mask = dataclasses.replace(mask, key_lengths=None, key_valid=None)
     term, mask = _trim_hidden_taps(term, mask)
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
@@ -45,8 +45,8 @@ def attend_banded(call: Call) -> jax.Array:
     out = _sum_window(term, values, mask, q_length=q_length)
 
     if term.normalize:
-        # The sum of the weights, [b, q, h, 1], is computed by the same function. It uses ones as
-        # the values of real keys, and zeros as the values of padding.
+        # The row sum [b, q, h, 1] is the windowed sum of values that are 1 for real keys and 0 for
+        # padding.
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
@@ -124,9 +124,9 @@ def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
     """Removes the taps that the band of the mask hides from all queries, and removes the band.
 
-    A causal mask hides the same taps from every query. Without the hidden taps, the sum has fewer
-    summands, and the mask needs no band. The term and the mask are returned unchanged if the term
-    has `starts`, if the mask has a prefix, or if the band counts positions in segments.
+    A causal mask hides the same taps from every query. Without the hidden taps, the windowed sum
+    has fewer summands, and the mask needs no band. The term and the mask are returned unchanged if
+    the term has `starts`, if the mask has a prefix, or if the band counts positions in segments.
     """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
@@ -210,7 +210,7 @@ def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) ->
 def _sum_shifted_values_fwd(
     inputs: tuple[jax.Array, jax.Array], *, q_length: int
 ) -> tuple[jax.Array, tuple[()]]:
-    """Returns the sum, and no residuals."""
+    """Returns the weighted sum, and an empty tuple of residuals."""
     weights, window = inputs
     dtype = logits_dtype(window)
     weights = weights.astype(dtype)
@@ -226,7 +226,7 @@ def _sum_shifted_values_fwd(
 def _sum_shifted_values_bwd(
     inputs: tuple[jax.Array, jax.Array], out: None, residuals: tuple[()], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of the weights and of the window, tap by tap."""
+    """Returns the cotangents of the weights and of the window."""
     del out, residuals
     weights, window = inputs
     dtype = dout.dtype
@@ -270,7 +270,7 @@ def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Arra
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
       values: ``[b, k, h, e]``.
-      starts: the key of each query's first tap, ``[q]``.
+      starts: the key position of each query's first tap, ``[q]``.
     """
     dtype = logits_dtype(values)
     k_length = values.shape[1]

@@ -34,7 +34,7 @@ class Cache:
     Factorized Random and Factorized Dense Synthesizers therefore cache only values. For a window of
     weights (Gaussian attention, convolutions), the cache keeps only as many values as the window
     reaches back. The size of such a cache does not depend on the sequence length. A window of
-    logits can be cached in the same way, together with its keys; see `as_window`.
+    logits can be cached in the same way, together with the keys; see `as_window`.
 
     The axis of heads comes before the axis of positions, so that a decoding step can multiply keys
     and values without copying the arrays.
@@ -42,7 +42,7 @@ class Cache:
     Attributes:
       keys: the keys of each term that computes keys from tokens. Each array is ``[b, h, m, r]``, or
         ``[b, m, h]`` if keys have no width. m is the capacity.
-      values: ``[b, h, m, e]``, or a tuple of arrays.
+      values: ``[b, h, m, e]``, or a tuple of arrays whose positions have the same layout.
       length: the position of the next token, int32, which is also the number of tokens that were
         read. The length is a scalar if all examples have read the same number of tokens, and
         ``[b]`` otherwise. In cross-attention, the length counts queries.
@@ -192,8 +192,8 @@ def extend(
             "alignment."
         )
 
-    # New tokens that are padding are set to zero. In decoding loops with single tokens, the mask
-    # has no `key_lengths`, and nothing is set to zero.
+    # New tokens that are padding are set to zero. The masks of decoding loops with single tokens
+    # have no `key_lengths`, so this step is skipped.
     if n and mask.key_lengths is not None:
         real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
         keys, values = jax.tree.map(lambda x: zero_padding(x, real), (keys, values))
@@ -275,7 +275,7 @@ def _write(cache: Cache, new: PyTree, *, at: _Length, valid: jax.Array | None) -
     """
 
     def write(past: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns an array of the cache with new tokens. Without new tokens, it is unchanged."""
+        """Writes new tokens, if there are any, to an array of the cache."""
         axis = cache.position_axis(x)
         x = fill_invalid(x.astype(past.dtype), valid)
         if x.shape[axis] == 0:
@@ -304,14 +304,15 @@ def advance_length(
       batch: the number of examples.
       lengths: the numbers of real tokens up to now, ``[batch or 1]``, if examples differ in length.
         Pass None if all new tokens are real.
-      capacity: the number of positions of the cache, or None if there is no limit.
+      capacity: an upper bound on the number of positions, or None if there is no limit.
       exact: whether `at` must be equal to `length`. If it is False, `at` may also be smaller, and
         decoding starts again from position `at`.
 
     Returns:
-      A pair ``(valid, length)``. `valid` says whether the position is valid. It is a bool scalar or
-      ``[batch]`` if the position is traced, and None if the position is known to be valid. `length`
-      is the number of tokens that were read. It is a scalar, or ``[batch]`` if `lengths` is given.
+      A pair ``(valid, length)``. `valid` says whether the position is valid. If the position is
+      traced, `valid` is a bool scalar or ``[batch]``. If the position is known to be valid, `valid`
+      is None. `length` is the number of tokens that were read, a scalar, or ``[batch]`` if
+      `lengths` is given.
 
     Raises:
       ValueError: if the position is invalid and nothing is traced.
@@ -346,7 +347,7 @@ def _check_position(
 ) -> None:
     """Raises a `ValueError` if n new tokens may not be at a known position.
 
-    The arguments are those of `advance_length`.
+    The arguments are the same as in `advance_length`.
     """
     needed = int(np.max(np.asarray(at))) + n
     if capacity is not None and needed > capacity:

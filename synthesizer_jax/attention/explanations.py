@@ -1,7 +1,8 @@
-"""Explanations of attention calls, which say which implementation runs and for what reasons.
+"""Explanations of attention calls, which say which implementation runs and why.
 
 `explain` traces a function. During this trace, every call of attention appends an `Explanation` to
-a list in a context variable. Without `explain`, calls only write a line to the log, at level DEBUG.
+a list in a context variable. Without `explain`, attention calls only write a line to the log, at
+level DEBUG.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class Explanation:
       platform: ``cpu``, ``gpu`` or ``tpu``.
       shape: the numbers of examples, queries, keys and heads, on all devices together.
       unpacked: whether packed rows are first unpacked to one row per example.
-      divided: maps the names ``batch``, ``heads`` and ``sequence`` to the mesh axes that divide
-        them.
+      divided: maps the array axes ``batch``, ``heads`` and ``sequence`` to the mesh axes that
+        divide these array axes.
       kept_bytes: the number of bytes that are kept for the backward pass, on all devices together,
         or None if the number was not computed.
-      obstacles: maps the names of other routes, or ``kernels``, to the reasons why they do not run.
+      obstacles: the reasons why other routes or kernels do not run. The keys are the names of the
+        routes, or ``kernels``.
     """
 
     route: str
@@ -87,9 +89,9 @@ def explain(
     """Explains how each attention call inside a function would be computed, without running it.
 
     Args:
-      function: the function to explain. It may be the ``layer.apply`` of a Linen layer, an NNX
-        layer, or `attend`. An NNX layer with dropout must be the function itself or an argument. If
-        a function closes over an NNX layer with dropout, `explain` fails, because the trace cannot
+      function: the function to explain, such as the ``layer.apply`` of a Linen layer, an NNX layer,
+        or `attend`. An NNX layer with dropout must be the function itself or an argument. If a
+        function closes over an NNX layer with dropout, `explain` fails, because the trace cannot
         change the random state of the layer.
       *args: the arguments of the function. Arrays may be replaced by `jax.ShapeDtypeStruct`.
       platform: ``cpu``, ``gpu`` or ``tpu``. None uses JAX's default platform.

@@ -66,7 +66,8 @@ def dot_product_attention(
       key: ``[b, k, m, h]`` or ``[k, m, h]``. If m is smaller than n, m must divide n (multi-query
         and grouped-query attention). Head i of the query then uses head ``i // (n / m)`` of the
         key. The function repeats keys and values to n heads.
-      value: ``[b, k, m, e]`` or ``[k, m, e]``. Usually e = h, but e may be any width.
+      value: ``[b, k, m, e]`` or ``[k, m, e]``. The width e of the values may differ from the width
+        h of the keys.
       bias: a bias that is added to the scaled logits, or a tuple of biases. A bias may be an array,
         the result of `relative_bias` for T5's bias, or a term: `static`, `relative`, `low_rank` or
         `outer`. An array must be broadcastable to ``[b, n, q, k]``. If an array has no batch axis,
@@ -75,10 +76,10 @@ def dot_product_attention(
         example and key, infinity is replaced by the largest finite bfloat16. A bias per example and
         query, ``[b, n or 1, q, k]``, is processed one example at a time if the examples are large.
       mask: a bool array, broadcastable to ``[b, n, q, k]``, which is True if the query may attend
-        to the key. A mask of keys, ``[b or 1, 1, 1, k]``, is the fastest array. The argument may
-        also be a `Mask`, which cannot be combined with the other masking arguments. If the rows of
-        the `Mask` are packed, the positions of an array `bias` count from the start of each
-        example.
+        to the key. A mask of keys, ``[b or 1, 1, 1, k]``, is faster than other mask arrays. The
+        argument may also be a `Mask`, which cannot be combined with the other masking arguments. If
+        the rows of the `Mask` are packed, the positions of an array `bias` count from the start of
+        each example.
       scale: a scalar that is multiplied with the products of queries and keys. None means
         ``h ** -0.5``.
       is_causal: whether a query may attend only to keys up to its own position.
@@ -153,7 +154,10 @@ def attend_dot_product(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """Computes `dot_product_attention` without checks, for arrays with a batch axis and a `Mask`."""
+    """Computes `dot_product_attention` without checks.
+
+    All arrays must have a batch axis, and the mask must be a `Mask`.
+    """
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, unshared = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
@@ -215,7 +219,7 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
 
 
 def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
-    """Returns the mask after adding a boolean array that broadcasts to ``[b, n, q, k]``."""
+    """Adds a bool array that broadcasts to ``[b, n, q, k]`` to a mask."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise ValueError(
@@ -253,8 +257,8 @@ def _biases(
     """Converts a bias to terms.
 
     Returns:
-      The terms, and the arrays ``[b, n or 1, q, k or 1]`` that differ between examples. No term can
-      hold such an array.
+      A tuple of the terms, and a tuple of arrays ``[b, n or 1, q, k or 1]`` that differ between
+      examples and therefore do not fit into a term.
 
     Raises:
       ValueError: if a bias is boolean, or does not fit the logits.
@@ -299,8 +303,9 @@ def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
     The fast routes compute a product of queries and keys in any case, so the bias costs only three
     more columns of queries and keys. Each number of the bias is split into a sum of three numbers
     that bfloat16 holds exactly. A matrix product does not round numbers that bfloat16 holds
-    exactly. This includes products of float32 arrays on TPUs, which use bfloat16 inputs. The
-    gradient flows through the first number only, because all three have the same cotangent.
+    exactly. Even products of float32 arrays on TPUs, which use bfloat16 inputs, do not round such
+    numbers. The gradient flows only through the first of the three numbers, because all three
+    numbers have the same cotangent.
 
     Args:
       bias: ``[b, n or 1, 1, k or 1]``.
@@ -316,7 +321,7 @@ def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
     rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
 
     # Rounding to 7 bits of mantissa gives a bfloat16. `high` holds the first 8 significant bits of
-    # the bias, and `middle` holds the next 8. The third number holds the rest.
+    # the bias, and `middle` holds the next 8 bits. The third number holds the remaining bits.
     high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
     middle = jax.lax.reduce_precision(rest - high, exponent_bits=8, mantissa_bits=7)
     # The sum ``bias + (high - rest)`` equals `high` for moderate numbers, and passes the gradient
@@ -349,11 +354,11 @@ def _attend_examples(
 ) -> jax.Array:
     """Computes `attend` with biases that differ between examples, in one call per example.
 
-    Small examples are computed in parallel by `jax.vmap`. Large examples are computed one after
-    another.
+    Small examples are computed in parallel by `jax.vmap`. Large examples are computed sequentially
+    by `jax.lax.map`.
 
     Args:
-      terms: the other terms.
+      terms: the terms of the logits, without the biases.
       biases: arrays ``[b, h or 1, q, k or 1]``.
       values: ``[b, k, h, e]``.
       mask: the keys that each query may attend to.

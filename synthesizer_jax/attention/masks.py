@@ -33,7 +33,7 @@ class _Fields(TypedDict, total=False):
 
 
 _FAR = 2**30
-"""An upper bound on positions and distances. A position plus this number fits into int32.
+"""An upper bound on positions and distances, which can be added to a position in int32.
 """
 
 CROSS_ATTENTION = (
@@ -53,16 +53,16 @@ class Mask:
     attend to no key.
 
     `padded` and `packed` create the usual masks. Both functions also record whether the queries are
-    the keys. This record is preserved by `jax.jit`, `jax.checkpoint` and scans. `attend` checks
-    shapes and dtypes. In boolean fields, numbers other than zero count as True. An array with a
-    batch axis of 1 is shared by all examples.
+    the keys. `jax.jit`, `jax.checkpoint` and scans preserve this record. `attend` checks shapes and
+    dtypes. In boolean fields, numbers other than zero count as True. An array with a batch axis of
+    1 is shared by all examples.
 
     Attributes:
       causal: whether a query may attend only to keys up to its own position.
-      window: ``(before, after)``, the numbers of keys before and after its own position that a
-        query may attend to. None means no limit on that side. A single number n is short for
-        ``(n - 1, None)``. Together with `causal`, the number n means that a query may attend to the
-        last n keys.
+      window: ``(before, after)``, the numbers of keys that a query may attend to before and after
+        its own position. None means that the number is not limited. A single number n is short for
+        ``(n - 1, None)``. With ``causal=True`` and a window of n, a query may attend to the last n
+        keys.
       key_lengths: ``[b]``. The keys before this position are real, and the keys from this position
         on are padding. Lengths are the fastest way to describe padding.
       key_valid: ``[b, k]`` bool. True marks a real key. Real keys and padding may be in any order.
@@ -78,13 +78,14 @@ class Mask:
         `query_segments`, or neither.
       segment_length: an upper bound on the length of a segment. None means the length of the row.
       segments: an upper bound on the number of segments in a row, or None if no bound is known.
-      prefix_lengths: ``[b]``. All queries may attend to the keys before this position, whatever
-        `causal` and `window` say (prefix language model). The other fields still apply.
+      prefix_lengths: ``[b]``. All queries may attend to the keys before this position, even if
+        `causal` or `window` hides these keys (prefix language model). The prefix has no effect on
+        the other fields.
       query_offset: the position of the first query, where the first key is at position 0. In
-        decoding, the offset is the number of past tokens. The number 0 is part of the structure of
-        the pytree, because kernels need to know that there is no offset under `jax.jit` and
-        `jax.checkpoint`. Other numbers and arrays are traced. If a loop carries a mask, or a
-        conditional returns a mask, the offset must be an array from the beginning.
+        decoding, the offset is usually not 0. An offset of 0 is part of the structure of the
+        pytree, so that kernels know it under `jax.jit` and `jax.checkpoint`. All other offsets are
+        traced. If a loop carries a mask, or a conditional returns a mask, the offset must be an
+        array from the beginning.
       allowed: ``[b or 1, h or 1, q or 1, k]`` bool, any other pattern of allowed pairs. This field
         is slower than the other fields.
       self_attention: whether queries and keys are the same tokens, with the same padding. `padded`,
@@ -116,8 +117,8 @@ class Mask:
     ) -> tuple[list[tuple[GetAttrKey, PyTree]], tuple[bool, tuple[object, ...]]]:
         """Returns the arrays with their names, and the static fields.
 
-        The second result is static under `jax.jit`. It contains the static fields, and says whether
-        the offset is the number 0.
+        The second result is static under `jax.jit`. It is a pair that contains the static fields,
+        and whether the offset is the number 0.
         """
         starts_at_zero = isinstance(self.query_offset, int) and self.query_offset == 0
         parts = {name: getattr(self, name) for name in _ARRAYS}
@@ -149,16 +150,16 @@ class Mask:
         """Returns the mask of rows that contain one example each, followed by padding.
 
         Args:
-          keys: ``[b]`` integers or ``[b, k]`` bool. Integers are the numbers of real keys, which
-            are followed by padding. Booleans say which keys are real.
-          queries: ``[b]`` integers or ``[b, q]`` bool, which say which queries are real. None means
-            that the queries are the keys, as in self-attention.
+          keys: ``[b]`` integers or ``[b, k]`` bool. Integers are the numbers of real keys, and all
+            later keys are padding. A bool array is True for real keys.
+          queries: ``[b]`` integers or ``[b, q]`` bool, which mark the real queries. None means that
+            the queries are the keys, as in self-attention.
           causal: whether a query may attend only to keys up to its own position.
           **fields: further fields of `Mask`.
         """
 
         def kind(x: jax.Array) -> str:
-            """Returns "lengths" for an array with one axis, and "valid" for an array with two axes."""
+            """Returns "lengths" for an array with one axis, and otherwise "valid"."""
             return "lengths" if jnp.ndim(x) == 1 else "valid"
 
         given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
@@ -206,10 +207,10 @@ class Mask:
 
         Args:
           mask: a `Mask`, None or an array. A `Mask` is returned unchanged, and None allows all
-            pairs. An array contains booleans, or zeros and ones. As in Flax, it has the shape
-            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``, and is nonzero if the query may
-            attend to the key. An array does not say which queries are padding. Models interpret an
-            array with two axes differently, as ``[batch, keys]``; see
+            pairs. An array follows Flax's convention: its shape is
+            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``, and it is True or 1 if the query
+            may attend to the key. An array does not say which queries are padding. Models interpret
+            an array with two axes differently, as ``[batch, keys]``; see
             `models.token_model.token_mask`.
 
         Raises:
@@ -242,7 +243,7 @@ class Mask:
     def for_self_attention(self) -> Mask:
         """Returns the mask for self-attention, where the queries and the keys are the same tokens.
 
-        The padding and the segments of the keys are then also used for the queries.
+        The padding and the segments of the keys also apply to the queries.
 
         Raises:
           ValueError: if the queries have an offset.
@@ -269,7 +270,8 @@ class Mask:
         """Returns the mask with a function applied to all of its arrays, except the offset.
 
         Args:
-          function: takes the name of a field and its array, and returns the new array.
+          function: a function that takes the name of a field and its array, and returns the new
+            array.
         """
         arrays = {name: getattr(self, name) for name in _ARRAYS if name != "query_offset"}
         changed: dict[str, Any] = {
@@ -287,8 +289,8 @@ class Mask:
           k_length: the number of keys.
 
         Raises:
-          ValueError: if an array has another shape or dtype, or if fields are missing or exclude
-            each other.
+          ValueError: if an array has a wrong shape or dtype, or if the fields are incomplete or
+            incompatible.
         """
         if (self.query_segments is None) != (self.key_segments is None):
             raise ValueError(
@@ -323,7 +325,7 @@ class Mask:
         return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
 
     def uncleared(self, q_length: int, k_length: int) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the results of `queries` and `keys`, for functions that set padding to zero.
+        """Returns the masks of real queries and real keys, for functions that set padding to zero.
 
         The result for keys is None if `cleared_keys` is True, because the padding keys are zeros
         already.
@@ -346,10 +348,10 @@ class Mask:
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """The number of keys before and after its position that a query may attend to.
+        """The numbers of keys that a query may attend to before and after its own position.
 
-        The band combines `causal` and `window`. None means no limit on that side. If the mask is
-        causal, the second number is 0 or negative.
+        The band combines `causal` and `window`. A number is None if the band is not limited on one
+        side. If the mask is causal, the second number is 0 or negative.
         """
         window = self.window
         if not isinstance(window, tuple):
@@ -377,7 +379,7 @@ class Mask:
     def packed_positions(self) -> tuple[jax.Array, jax.Array] | None:
         """The positions of queries and keys in their segments, int32 ``[b, q]`` and ``[b, k]``.
 
-        The property is None if rows are not packed.
+        The positions are None if rows are not packed.
         """
         if self.query_segments is None or self.key_segments is None:
             return None
@@ -456,7 +458,7 @@ class Mask:
         band = self.band_pairs(q_length, k_length)
         prefix = self.prefix(k_length)
         if band is not None and prefix is not None:
-            # The prefix adds pairs to the band. All other parts only remove pairs.
+            # The prefix adds pairs to the band. All other parts of the mask only remove pairs.
             band = operator.or_(*_equal_ranks(band, prefix[..., None, None, :]))
         parts = [
             band,
@@ -565,7 +567,7 @@ _AXES = {
 }
 """The axes of the arrays of a mask.
 
-All other fields are lengths, which have only an axis of examples.
+Arrays that are not listed here are lengths, which have only an axis of examples.
 """
 
 
@@ -583,7 +585,8 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
     x = jnp.asarray(x)
     axes = _AXES.get(name, ("batch",))
     shape = tuple(sizes[axis] for axis in axes)
-    # `shared` names the axes that may have a size of 1. An entry then applies to the whole axis.
+    # `shared` names the axes that may have a size of 1. An axis of size 1 is shared by all entries
+    # of the full axis.
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
         n == size or (n == 1 and axis in shared)

@@ -1,7 +1,8 @@
 """Functions for the axes of the surrounding mesh, which may have any axis type.
 
 A mesh axis is *explicit* if the types of arrays say how the axis divides the arrays. A mesh axis is
-*automatic* if the compiler decides how it divides arrays, and *manual* inside of `jax.shard_map`.
+*automatic* if the compiler decides how the axis divides the arrays. A mesh axis is *manual* inside
+of a `jax.shard_map` over the axis.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from synthesizer_jax.base.typing import PyTree
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
     """Returns the axes of the current mesh that have a given axis type.
 
-    The current mesh is the one that `jax.set_mesh` or `jax.shard_map` has set.
+    The current mesh is the mesh that `jax.set_mesh` or `jax.shard_map` has set.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -28,7 +29,7 @@ def axes_of_type(kind: AxisType) -> tuple[str, ...]:
 
 
 def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that divide one axis of an array, read from its type."""
+    """Returns the explicit mesh axes that divide one axis of an array, according to its type."""
     entry = jax.typeof(x).sharding.spec[axis]
     if entry is None:
         return ()
@@ -52,7 +53,7 @@ def mesh_of_arguments(*arguments: PyTree) -> contextlib.AbstractContextManager[o
 
 
 def match_varying_axes(*trees: PyTree) -> PyTree:
-    """Makes all arrays vary over the same manual mesh axes, as loops and conditionals require.
+    """Makes all arrays vary over the same manual mesh axes, which loops and conditionals require.
 
     Inside of `jax.shard_map`, an array varies over a mesh axis if its values differ between the
     devices along the axis. This function marks every array as varying over all axes over which any
@@ -121,10 +122,10 @@ def _without_types(x: PyTree) -> PyTree:
 def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns a function that runs on every device, with manual instead of automatic mesh axes.
 
-    The compiler cannot partition a kernel, and on TPUs it raises an error. The mesh axes that
-    divide examples or heads are manual when a kernel is called. Along all other axes, every device
-    computes the same results from whole arguments. The results are correct, but arrays may have to
-    be gathered on every device, so the function logs a warning.
+    The compiler cannot partition a kernel. On TPUs, partitioning a kernel even raises an error. The
+    mesh axes that divide examples or heads are manual when a kernel is called. Along all other mesh
+    axes, the devices compute the same results from whole arguments. These results are correct, but
+    the function logs a warning, because arrays may have to be gathered on every device.
 
     The current mesh is read when `on_every_device` is called, because the returned function may be
     traced later.

@@ -26,7 +26,7 @@ from synthesizer_jax.attention.terms import (
 )
 
 MAX_UNPACKING_FACTOR = 3
-"""Rows are unpacked only if the number of logits grows by at most this factor.
+"""The largest factor by which unpacking may increase the number of logits.
 
 Every unpacked row is as long as the longest segment, so unpacking many short segments would waste
 work.
@@ -46,10 +46,10 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
 
 
 def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> Terms:
-    """Returns the terms of packed rows with zeros for distances that no segment reaches.
+    """Pads the `Relative` terms of packed rows with zeros for distances that no segment reaches.
 
-    With the zeros, `Relative` terms cover all distances in the row, which the routes expect. The
-    zeros have no effect, because the mask hides keys of other segments.
+    The padded terms cover all distances in the row, which the routes require. The zeros have no
+    effect, because the mask hides keys of other segments.
     """
     q, k = mask.segment_lengths(q_length, k_length)
 
@@ -75,9 +75,9 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
 def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
     """Returns the terms for rows that are not unpacked, and the positions in segments.
 
-    If the queries or keys of a `LowRank` term are parameters, this function looks them up by
-    position, so that there is a vector for each token. All other terms are returned unchanged, and
-    the caller must look up their logits at the returned positions.
+    If the queries or keys of a `LowRank` term are parameters, this function looks up the vector of
+    each token by its position. All other terms are returned unchanged. The caller must look up the
+    logits of these terms at the returned positions.
 
     Returns:
       The terms, and the positions of queries ``[b, q]`` and keys ``[b, k]``.
@@ -124,7 +124,8 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
     keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
 
-    # The mask may mark padding inside of segments. The marks are gathered like the tokens.
+    # The mask may contain padding inside of segments, so `key_valid` and `query_valid` are gathered
+    # like the tokens.
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
     key_valid = bare.keys(values.shape[1])
     query_valid = bare.queries(q_length)
@@ -181,16 +182,18 @@ def _segment_rows(
       length: the largest length of a segment.
 
     Returns:
-      Three arrays: the indices of the tokens, ``[b, count, length]``; the lengths of the segments,
-      ``[b · count]``; and a bool array ``[b, count]`` that is True if the segment is contiguous and
-      not longer than `length`.
+      A tuple ``(index, lengths, fits)``. `index` contains the indices of the tokens,
+      ``[b, count, length]``. `lengths` contains the lengths of the segments, ``[b · count]``.
+      `fits` is a bool array ``[b, count]`` that is True if the segment is contiguous and not longer
+      than `length`.
     """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]  # [b, count, n]
     start = jnp.argmax(member, axis=-1)  # [b, count]
     index = start[..., None] + jnp.arange(length)[None, None]  # [b, count, length]
     number = member.sum(axis=-1)  # [b, count]
 
-    # A segment is contiguous if its first and last token span as many positions as it has tokens.
+    # A segment is contiguous if the range from its first to its last token contains only its
+    # tokens.
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
     fits = (number == 0) | ((number <= length) & (last - start + 1 == number))
     lengths = jnp.minimum(number, length)

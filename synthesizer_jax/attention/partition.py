@@ -42,9 +42,9 @@ class Partition:
     """The axes of the surrounding mesh that divide examples, heads and queries.
 
     A route runs under `jax.shard_map`, so that each device computes its own examples and heads. The
-    compiler cannot partition a loop over heads and examples. It would gather the inputs of the loop
-    on every device. The cotangents of arrays that the examples share are summed over the batch
-    axes.
+    compiler cannot partition a loop over heads and examples. Without `jax.shard_map`, the compiler
+    would gather the inputs of the loop on every device. The cotangents of arrays that the examples
+    share are summed over the batch axes.
 
     The axis of queries is also divided if every query may attend to every key, as in encoders. Keys
     and values are then gathered on every device, and each device computes the logits of its own
@@ -87,7 +87,7 @@ class Partition:
 
         Raises:
           ValueError: if the axes do not divide the examples or the heads evenly, or if the mesh
-            does not have them.
+            does not have these axes.
         """
         self._check("batch", self.batch, call.values.shape[0])
         self._check("heads", self.heads, call.values.shape[2])
@@ -144,8 +144,8 @@ class Partition:
         method gathers only the shared arrays, and sums the cotangents of the shared arrays once.
 
         Args:
-          function: maps ``(shared, *arrays)`` to arrays. The function must keep the order of the
-            rows, and its results must have the same number of entries on each device.
+          function: a function that maps ``(shared, *arrays)`` to arrays. The function must keep the
+            order of the rows, and its results must have the same number of entries on each device.
           shared: a pytree of arrays that all rows share.
           *arrays: arrays ``[b, ...]``. If the batch axes do not divide b evenly, the function is
             applied once to all rows.
@@ -223,8 +223,8 @@ class Partition:
     def _own_queries(self, call: Call) -> Call:
         """Returns the call for a device's own queries.
 
-        `jax.shard_map` has already divided the arrays with an axis of queries. This function cuts
-        `Relative` terms and lengths to the queries of the device.
+        `jax.shard_map` has already divided the arrays with an axis of queries. This method
+        restricts `Relative` terms and query lengths to the queries of the device.
         """
         mask = call.mask
         count = call.q_length // self._size(self.sequence)
@@ -283,7 +283,7 @@ class Partition:
 
 
 def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
-    """Returns the explicit mesh axes that divide a query, read from the type of the query.
+    """Returns the explicit mesh axes that divide a query, according to the type of the query.
 
     The query is ``[batch..., q, heads, e]``. Queries with fewer axes are not divided. The attention
     function raises an error for such queries.
@@ -308,7 +308,7 @@ def partition_by_types(
     Args:
       partition_of: a function that takes the same arguments, and returns the partition that the
         types of the arguments describe.
-      specs: maps the partition and the result of the function to the sharding of the result.
+      specs: a function that maps the partition and the result to the sharding of the result.
 
     Returns:
       A decorator.

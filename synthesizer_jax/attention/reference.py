@@ -1,7 +1,8 @@
 """The reference route, which follows the definition of attention and keeps all logits in memory.
 
-The reference route supports all terms, and has derivatives of every order and mode. It is the
-fastest route for short sequences. The tests compare all other routes with the reference route.
+The reference route supports all terms, and has derivatives of every order and mode. For short
+sequences, the reference route is the fastest route. The tests compare all other routes with the
+reference route.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     """
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))  # [b, h, q, k]
 
-    # The einsum returns [b, h, q, e] and the axes are swapped afterwards. XLA's CPU backend
-    # computes this three times as fast as an einsum that returns [b, q, h, e].
+    # On CPU, an einsum that returns [b, h, q, e] is three times as fast as an einsum that returns
+    # [b, q, h, e]. The axes are therefore swapped after the einsum.
     out = multiply_examples("bhqk,bkhe->bhqe", weights.astype(values.dtype), values, weights.dtype)
     return out.swapaxes(1, 2).astype(values.dtype)
 
@@ -72,8 +73,8 @@ def softmax_weights(
 ) -> jax.Array:
     """Returns the attention weights ``[b or 1, h, q, k]``, in float32 or wider.
 
-    The weights of padding queries, and of queries that may attend to no key, are zero. The function
-    takes the arguments of `attend` after the checks in `attend`.
+    The weights of padding queries, and of queries that may attend to no key, are zero. The
+    arguments are the same as in `attend`, but must already be checked.
     """
     term = terms[0]
 
@@ -120,7 +121,7 @@ def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Computes `softmax` of masked logits, with a derivative that divides by no row sum."""
+    """Computes `softmax`, with a derivative that does not divide by the row sum."""
     row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
 
@@ -155,8 +156,8 @@ def _group_weights(
         group_sinks = None if sinks is None else sinks[start : start + num_heads]
         groups.append(softmax_weights(terms, mask=group_mask, sinks=group_sinks, **options))
 
-    # The weights of a group that consists of parameters have a batch axis of size 1. They are
-    # broadcast to the batch size of the other groups.
+    # The weights of a group that consists of parameters have a batch axis of size 1. Such weights
+    # are broadcast to the batch size of the other groups.
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 
@@ -165,8 +166,8 @@ def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int
     """Returns the sum of the terms as logits ``[b or 1, h, q, k]``, in float32 or wider.
 
     In packed rows, terms that are looked up by position use the position in the segment, not the
-    position in the row. The mask is not applied to the logits. It only provides the positions in
-    packed rows.
+    position in the row. The mask is not applied to the logits. The mask only provides the positions
+    in packed rows.
     """
     q_positions, k_positions = mask.packed_positions or (None, None)
     if q_positions is not None:

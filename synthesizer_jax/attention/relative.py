@@ -1,4 +1,4 @@
-"""T5's relative position bias, as a function of distance buckets and as a table for `attend`."""
+"""T5's relative position bias, and the functions that assign distances to its buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from synthesizer_jax.attention.terms import Relative
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RelativeTable:
-    """T5's relative position bias for any number of queries and keys; `relative_bias` creates it.
+    """T5's relative position bias for any number of queries and keys.
+
+    Use `relative_bias` to create a `RelativeTable`.
 
     Attributes:
       table: ``[h, num_buckets]``.
@@ -29,11 +31,11 @@ class RelativeTable:
     max_distance: int = dataclasses.field(default=128, metadata={"static": True})
 
     def term(self, q_length: int, k_length: int, query_offset: int | jax.Array = 0) -> Relative:
-        """Returns the bias as a term for these queries and keys.
+        """Returns the bias as a `Relative` term for given numbers of queries and keys.
 
         Args:
           q_length: the number of queries.
-          k_length: the number of keys. The first one is at position 0.
+          k_length: the number of keys. The first key is at position 0.
           query_offset: the position of the first query. If the offset is traced, the term covers
             all distances between two keys. This range is sufficient if every query is at the
             position of a key, as in decoding.
@@ -78,12 +80,12 @@ def relative_bias(
     keys for every example and head.
 
     Args:
-      table: ``[num_heads, num_buckets]``, as T5X and `RelativeBias` store it (``rel_embedding``).
+      table: ``[num_heads, num_buckets]``, such as ``rel_embedding`` in T5X and in `RelativeBias`.
       bidirectional: whether keys after the query have separate buckets. Use True for encoders, and
         False for decoders, in which a query attends only to keys up to its own position.
       max_distance: all distances from this one on share the last bucket.
-      head_axis: the axis of heads. Set it to 1 for a table ``[num_buckets, num_heads]``, as Hugging
-        Face's transformers stores it (``relative_attention_bias``).
+      head_axis: the axis of heads. Use ``head_axis=1`` for a table ``[num_buckets, num_heads]``,
+        such as ``relative_attention_bias`` in Hugging Face's transformers.
 
     Returns:
       The bias.

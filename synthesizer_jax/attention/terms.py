@@ -33,7 +33,7 @@ Axes: TypeAlias = tuple[str | None, ...]
 """The meaning of each axis of a term's array.
 
 The axes of examples, queries, keys and heads have the names ``"b"``, ``"q"``, ``"k"`` and ``"h"``.
-All other axes are None.
+The name of any other axis is None.
 """
 
 
@@ -104,7 +104,7 @@ class Term(abc.ABC):
 
     @property
     def lengths(self) -> tuple[int | None, int | None]:
-        """The numbers of queries and keys. A number is None if the term has no axis for it."""
+        """The numbers of queries and keys, or None for an axis that the term does not have."""
         q, k = (
             next((a.x.shape[a.axes.index(n)] for a in self.arrays() if n in a.axes), None)
             for n in ("q", "k")
@@ -233,8 +233,8 @@ def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
     """Returns a pytree of terms in which a function has replaced every array.
 
     Args:
-      function: a function of a `TermArray`. It is called for every array, including the arrays in
-        the groups of a `Split`.
+      function: a function of a `TermArray`. The function is called for every array, including the
+        arrays in the groups of a `Split`.
       terms: a pytree of terms.
     """
 
@@ -261,13 +261,13 @@ def clear_padding(
     Args:
       terms: a pytree of terms.
       values: a pytree of arrays ``[b, k, ...]``.
-      queries: which queries are real, ``[b, q]``. None if all are.
-      keys: which keys are real, ``[b, k]``. None if all are. For terms of a single example without
-        a batch axis, `queries` is ``[q]`` and `keys` is ``[k]``.
+      queries: a bool array ``[b, q]`` that marks the real queries, or None if all queries are real.
+      keys: a bool array ``[b, k]`` that marks the real keys, or None if all keys are real. For
+        terms of a single example without a batch axis, `queries` is ``[q]`` and `keys` is ``[k]``.
     """
 
     def clear(a: TermArray) -> jax.Array:
-        """Returns an array with zeros for padding, if it has an entry for each token."""
+        """Returns an array with zeros for padding, if the array has an entry for each token."""
         real = queries if "q" in a.axes else keys
         if real is None or not a.from_tokens or a.x.shape[: real.ndim] != real.shape:
             return a.x
@@ -400,13 +400,13 @@ def cut_diagonals(
 def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
     """Expands one number per distance, ``[..., q + k - 1]``, to a tile of logits ``[..., q, k]``.
 
-    The formula is ``tile[i, j] = columns[q - 1 + j - i]``. The function uses a pad and a reshape,
-    which are faster than a gather. The reshape creates rows that have one element more than
-    `columns`, so that each row starts one column later than the previous row. The transpose of this
-    function sums a tile along its diagonals.
+    The formula is ``tile[i, j] = columns[q - 1 + j - i]``. The function uses a pad and a reshape
+    instead of a gather. The reshape creates rows that have one element more than `columns`, so that
+    each row starts one column later than the previous row. The transpose of this function sums a
+    tile along its diagonals.
     """
     *lead, n = columns.shape
-    if is_symbolic_dim(n):  # the reshape needs a size that is known to be positive
+    if is_symbolic_dim(n):  # the reshape needs a size that is known not to be negative
         keys = jnp.arange(n + 1 - q_length)
         return columns[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
     rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))  # [..., q, n]
@@ -435,9 +435,10 @@ class LowRank(Term):
       keys: ``[b or 1, k, h, r]``. The keys may have fewer heads than the queries if the number of
         heads of the keys divides the number of heads of the queries. Neighboring heads of the
         queries then share a head of the keys.
-      token_keys: whether the keys are computed from tokens. Keys of tokens are cached in decoding.
-        If it is False, the keys are parameters, which are looked up by position.
-      token_queries: whether the queries are computed from tokens. Otherwise they are parameters.
+      token_keys: whether the keys are computed from tokens. Keys that are computed from tokens are
+        cached in decoding. If `token_keys` is False, the keys are parameters, which are looked up
+        by position.
+      token_queries: whether the queries are computed from tokens or are parameters.
     """
 
     queries: Annotated[jax.Array, "b", "q", "h", None]
@@ -495,8 +496,8 @@ def low_rank(
       queries: ``[b or 1, q, h, r]``.
       keys: ``[b or 1, k, h, r]``. The keys may have fewer heads than the queries if the number of
         heads of the keys divides the number of heads of the queries.
-      token_keys: whether the keys are computed from tokens. Otherwise they are parameters.
-      token_queries: whether the queries are computed from tokens. Otherwise they are parameters.
+      token_keys: whether the keys are computed from tokens or are parameters.
+      token_queries: whether the queries are computed from tokens or are parameters.
 
     Raises:
       ValueError: if shapes do not agree, or if parameters have a batch axis longer than 1.
@@ -583,7 +584,7 @@ class _NoLogits(Term):
     """
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
-        """Raises a `ValueError`, because there are no logits."""
+        """Raises a `ValueError`, because the term has no logits."""
         raise ValueError(
             f"A {type(self).__name__} term cannot be converted to logits, which layers such as "
             "TalkingHeads need. Use GaussianBias as the alignment, or Attention as the layer."
@@ -606,8 +607,8 @@ class Banded(_NoLogits):
         not used. Hard-coded cross-attention needs `starts`, because its window does not move by one
         key per query.
       normalize: whether to divide by the sum of the weights of the keys that the query may attend
-        to. If it is False, keys outside of the row and masked keys are left out, and the weights of
-        all other keys are unchanged.
+        to. Without normalization, keys outside of the row and masked keys are left out, and the
+        weights of all other keys are unchanged.
     """
 
     weights: Annotated[jax.Array, "b", "q", "h", None]
@@ -636,8 +637,8 @@ def banded(
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
       first: the distance ``key - query`` of the first tap.
-      starts: ``[q]``, the key position of each query's first tap. If it is given, `first` is not
-        used.
+      starts: ``[q]``, the key position of each query's first tap. If `starts` is given, `first` is
+        not used.
       normalize: whether to divide by the sum of the weights of the keys that a query may attend to.
 
     Raises:
@@ -762,8 +763,8 @@ def stands_alone(term: Term) -> bool:
 def scale(terms: Terms, factor: jax.Array) -> Terms:
     """Returns the terms with their logits multiplied by a factor per head.
 
-    The product is computed in float32 and rounded once. With bfloat16 terms, this limits the
-    relative error of the gradient of a mixture's weights to a few parts in a thousand.
+    The product is computed in float32 and rounded once. With bfloat16 terms, the gradient of a
+    mixture's weights then has a relative error of only a few parts in a thousand.
 
     Args:
       terms: terms that are linear in one of their arrays.
@@ -802,7 +803,7 @@ def materialize(
       q_length: the number of queries.
       k_length: the number of keys.
       query_offset: the position of the first query, where the first key is at position 0.
-        `Relative` terms depend on it.
+        `Relative` terms depend on the offset.
 
     Returns:
       The logits ``[b or 1, h, q, k]``, in float32 or wider.

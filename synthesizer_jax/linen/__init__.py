@@ -1,7 +1,7 @@
 """Flax Linen's own attention layers with the attention functions of this package.
 
 `attention_fn` replaces the attention function of Flax's layers. `MultiHeadAttention` is Flax's
-layer of this name with an optional alignment.
+`MultiHeadAttention` with an optional alignment.
 """
 
 from synthesizer_jax.linen.functional import attention_fn

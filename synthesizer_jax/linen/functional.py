@@ -58,12 +58,12 @@ def attention_fn(
     promote_dtype: PromoteDtypeFn | None = None,
     is_causal: bool = False,
 ) -> jax.Array:
-    """Scaled dot-product attention that never stores an array ``[batch, heads, q, k]`` in memory.
+    """Computes scaled dot-product attention without storing an array ``[batch, heads, q, k]``.
 
-    Pass it as ``attention_fn`` to `flax.linen.MultiHeadDotProductAttention` or
-    `flax.nnx.MultiHeadAttention`. It has the arguments of `dot_product_attention` in Linen and NNX.
-    The results are equal to the results of Flax up to rounding. Logits and softmax are always
-    computed in float32 or wider. If all examples share a bias, as in
+    Pass this function as ``attention_fn`` to `flax.linen.MultiHeadDotProductAttention` or
+    `flax.nnx.MultiHeadAttention`. The function has the arguments of `dot_product_attention` in
+    Linen and NNX. The results are equal to the results of Flax up to rounding. Logits and softmax
+    are always computed in float32 or wider. If all examples share a bias, as in
     ``functools.partial(attention_fn, bias=table)``, the gradient of the bias is summed over the
     batch without storing an array per example.
 
@@ -74,8 +74,8 @@ def attention_fn(
 
     Args:
       query: ``[batch..., q, heads, e]``, with any number of batch axes, including zero.
-      key: ``[batch..., k, heads, e]``. The number of heads must be the same as in `query`, or a
-        divisor of that number (grouped-query attention).
+      key: ``[batch..., k, heads, e]``. The number of heads must divide the number of heads of
+        `query` (grouped-query attention).
       value: ``[batch..., k, heads, width]``, with as many heads as `key`.
       bias: a bias that is added to the logits. The bias may be an array that broadcasts to
         ``[batch..., heads, q, k]``, a term of `synthesizer_jax.attention` such as
@@ -88,12 +88,12 @@ def attention_fn(
       dropout_rng: the PRNG key of the dropout.
       dropout_rate: the probability with which a weight is dropped.
       deterministic: whether dropout is off.
-      dtype: the dtype of the computation. None infers it from `query`, `key` and `value`.
+      dtype: the dtype of the computation. None infers the dtype from `query`, `key` and `value`.
       precision: see Flax.
       module: a Flax module in which the weights are sown as ``attention_weights``. Sowing the
         weights creates an array of q × k. None sows no weights.
       force_fp32_for_softmax: see Flax. The argument has an effect only if Flax's own function
-        computes the attention. It can then also change the dtype of the output.
+        computes the attention. Flax's function may then return an output of another dtype.
       einsum_dot_general: see Flax.
       qk_attn_weights_einsum: see Flax.
       attn_weights_value_einsum: see Flax.
@@ -183,7 +183,7 @@ def _attend(
       value: as in `attention_fn`.
       bias: as in `attention_fn`.
       mask: as in `attention_fn`.
-      dropout_rng: the PRNG key of the dropout. None if there is no dropout.
+      dropout_rng: the PRNG key of the dropout, or None if there is no dropout.
       is_causal: as in `attention_fn`.
       flax_options: the arguments that only Flax's own function takes.
       use_flax: whether Flax's own function computes the attention.
@@ -192,7 +192,7 @@ def _attend(
         logical axis rules.
 
     Returns:
-      The output, and the weights ``[batch..., heads, q, k]``, or None if they are not requested.
+      The output, and the weights ``[batch..., heads, q, k]``, or None if `return_weights` is False.
     """
     batch = query.shape[:-3]
     if partition is None:
@@ -208,7 +208,7 @@ def _attend(
 
     # If a query may attend to no key, this package returns zero, and Flax returns the mean of the
     # values. The output must be zero if `mask` is a `Mask`, and the mean if `mask` is an array. The
-    # output is corrected if the function that computes it returns the wrong value.
+    # output is corrected below if the function returns the wrong value for such queries.
     fills_empty_rows = mask is not None and is_own_mask == use_flax
     mask = as_mask(mask, logits_shape)
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
@@ -302,8 +302,8 @@ def _flax_attention(
     def attend_one(xs: PyTree) -> jax.Array:
         """Returns the output of one query, ``[b, 1, heads, width]``."""
         one_query, one_bias, one_pairs, one_rng = xs
-        # Mapped arrays lack the axis of queries, which is added here. Arrays that all queries share
-        # have an axis of queries with size 1.
+        # Mapped arrays have lost the axis of queries, so the axis is added again. Arrays that all
+        # queries share already have an axis of queries of size 1.
         one_bias = bias if one_bias is None else one_bias[:, :, None]
         one_pairs = pairs if one_pairs is None else one_pairs[:, :, None]
         return attention(one_query[:, None], key, value, one_bias, one_pairs, dropout_rng=one_rng)

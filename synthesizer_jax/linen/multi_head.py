@@ -56,15 +56,16 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
     uses the projections of the layer. With an alignment, the layer differs from Flax's layer in the
     following points:
 
-    * The dropout mask is drawn per example, head and key, and all queries share it, as in T5. All
-      routes of `attend` support this. `broadcast_dropout` has no effect.
+    * As in T5, the dropout mask is drawn per example, head and key, and all queries share the mask.
+      All routes of `attend` support this kind of dropout. The field `broadcast_dropout` has no
+      effect.
     * If a query may attend to no key, the input of the output projection is zero, and not the mean
       of the values.
     * The parameters of the alignment are always float32, and do not depend on `param_dtype`.
       `precision` applies only to the projections of the layer.
     * If an alignment computes no keys from tokens, no keys are cached. The collection ``cache``
-      then contains only ``cached_value`` and ``cache_index``. A mixture may cache several keys, as
-      ``cached_key``, ``cached_key_1``, ….
+      then contains only ``cached_value`` and ``cache_index``. A mixture may cache several keys
+      under the names ``cached_key``, ``cached_key_1``, and so on.
 
     Attributes:
       alignment: the module that computes the attention logits or weights. None uses Flax's scaled
@@ -94,8 +95,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
           inputs_q: ``[batch..., q, features]``, with any number of batch axes, including zero.
           inputs_k: ``[batch..., k, features]``. None uses `inputs_q`.
           inputs_v: ``[batch..., k, features]``. None uses `inputs_k`.
-          inputs_kv: the inputs for both keys and values. Flax has deprecated this argument, and it
-            is not supported with an alignment.
+          inputs_kv: the inputs for both keys and values. Flax has deprecated this argument. An
+            alignment does not support this argument.
           mask: an array or a `Mask` that says which keys a query may attend to. An array is bool or
             0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` needs no array of q × k.
             During decoding, q is 1 and k is the length of the cache.
@@ -183,7 +184,7 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
         )
 
     def _project(self, head_dim: int, name: str, x: jax.Array) -> jax.Array:
-        """Returns the projection of x that has a given name.
+        """Applies the projection with a given name to x.
 
         The result is ``[batch..., length, heads, head_dim]``.
 
@@ -304,7 +305,8 @@ def attend_with_alignment(
         index = cache["cache_index"]
         length = cache["cached_value"].shape[-3]
 
-    # Alignments compute in the dtype of the projections. Only a dot product needs projected inputs.
+    # An alignment computes in the dtype of the projections. Only `DotProduct` needs projected
+    # inputs.
     x = inputs_q.astype(values.dtype)
     y = inputs_k.astype(values.dtype)
     if isinstance(layer.alignment, DotProduct):
@@ -376,7 +378,7 @@ def _complete_inputs(
 
 
 def _check_step(cache: dict[str, jax.Array], *inputs: jax.Array) -> None:
-    """Raises a `ValueError` if the inputs are not one token for every row of the cache."""
+    """Raises a `ValueError` if the inputs do not contain one token for every row of the cache."""
     expected = (*cache["cached_value"].shape[:-3], 1)
     for x in inputs:
         if x.shape[:-1] != expected:

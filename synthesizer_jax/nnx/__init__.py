@@ -1,9 +1,10 @@
 """The layers and models of this package as Flax NNX modules.
 
-``nnx.Attention(num_heads=8, head_dim=64, in_features=512, rngs=nnx.Rngs(0))`` takes the arguments
-of the Linen class. An NNX class also takes the number of input features and the random streams,
-because an NNX module is initialized when it is constructed. As in `flax.nnx`, dropout is active
-until `eval` is called. `to_nnx` converts a Linen module.
+An NNX class takes the arguments of the Linen class, as in
+``nnx.Attention(num_heads=8, head_dim=64, in_features=512, rngs=nnx.Rngs(0))``. An NNX class also
+takes the number of input features and the random streams, because an NNX module is initialized when
+it is constructed. As in `flax.nnx`, dropout is active until `eval` is called. `to_nnx` converts a
+Linen module to an NNX module.
 """
 
 from __future__ import annotations

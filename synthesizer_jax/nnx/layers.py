@@ -1,4 +1,4 @@
-"""The NNX classes of mixers and models. `LinenModule` documents the additional arguments."""
+"""The NNX classes of mixers and models. `LinenModule` documents the arguments that NNX adds."""
 
 from synthesizer_jax import mixers, models
 from synthesizer_jax.nnx.module import LinenModule

@@ -47,7 +47,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if alignment is None:
             return
         check_fields(self)
-        is_dot_product = isinstance(alignment, DotProduct)  # of projected tokens
+        is_dot_product = isinstance(alignment, DotProduct)  # uses projected tokens
         shapes = [
             (1, 1, self.num_heads, self.head_dim) if is_dot_product else (1, 1, features)
             for features in (self.in_features, self.in_kv_features)

@@ -1,4 +1,4 @@
-"""Parameter initializers as frozen dataclasses, which can be printed and saved as JSON."""
+"""Parameter initializers, which are frozen dataclasses that can be printed and saved as JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Normal:
 class FanIn:
     """Normal distribution with mean zero and variance ``scale / fan_in``.
 
-    The fan-in is the size of the second-to-last dimension.
+    The fan-in is the size of the parameter's second-to-last dimension.
 
     Attributes:
       scale: the variance of the outputs if the inputs have unit variance.
@@ -57,7 +57,7 @@ class FanIn:
 class GlorotUniform:
     """Uniform distribution between ±√(6 / (fan-in + fan-out)).
 
-    The fan-in and the fan-out are the sizes of the last two dimensions.
+    The fan-in and the fan-out are the sizes of the parameter's last two dimensions.
     """
 
     def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:

@@ -36,8 +36,8 @@ _SpecOf: TypeAlias = Callable[[jax.Array], PartitionSpec]
 def mesh_axes(name: str) -> tuple[str, ...]:
     """Returns the axes of the current mesh that are assigned to a logical axis.
 
-    The first rule for the logical axis decides. Mesh axes of size 1 are left out. Mesh axes that
-    are manual because of an enclosing `jax.shard_map` are also left out.
+    If there are several rules for the logical axis, the first rule decides. Mesh axes of size 1 are
+    left out, and so are mesh axes that are manual because of an enclosing `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     # A rule assigns one mesh axis, a tuple of mesh axes, or None.
@@ -48,11 +48,11 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
-    """Returns the partition of attention over the current mesh, or None if there is none.
+    """Returns the partition of attention over the current mesh, or None without mesh axes.
 
     Args:
-      batch: number of examples. Mesh axes that do not divide it are not used.
-      heads: number of heads. Mesh axes that do not divide it are not used.
+      batch: the number of examples. Mesh axes that do not divide this number evenly are not used.
+      heads: the number of heads. Mesh axes that do not divide this number evenly are not used.
     """
     mesh_partition = Partition(
         batch=mesh_axes("batch"), heads=mesh_axes("heads"), sequence=mesh_axes("sequence")
@@ -87,10 +87,10 @@ def on_any_mesh(function: Function) -> Function:
     ``[batch, length, ...]``. If no mesh is set, the mesh is read from the types of the first two
     arguments.
 
-    If the mesh axes are explicit, the function runs with automatic axes inside. Examples and
-    positions are partitioned according to the type of the second argument, and heads according to
-    the types of the kernels. The result is sharded like the second argument. Variables that a
-    method creates are replicated.
+    If the mesh axes are explicit, they are converted to automatic axes while the function runs.
+    Examples and positions are partitioned according to the type of the second argument, and heads
+    according to the types of the kernels. The result is sharded like the second argument. Variables
+    that a method creates are replicated.
     """
 
     @functools.wraps(function)

@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
     The statistics are computed in float32.
 
     Attributes:
-      epsilon: ε.
+      epsilon: the constant ε, which avoids a division by zero.
       offset: a constant that is added to the learned scale. T5 uses 0, and Gemma uses 1. The scale
         is initialized to ``1 − offset``, so that every feature is multiplied by 1 at the start of
         training.
@@ -81,7 +81,7 @@ class LayerNorm(nn.Module):
     The statistics are computed in float32.
 
     Attributes:
-      epsilon: ε.
+      epsilon: the constant ε, which avoids a division by zero.
     """
 
     epsilon: Positive = 1e-5

@@ -205,8 +205,8 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
 
     Args:
       module: an unbound module.
-      *args: arguments of its `__call__`, either arrays or `jax.ShapeDtypeStruct`.
-      **kwargs: keyword arguments of its `__call__`.
+      *args: arguments of the module's `__call__`, either arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: keyword arguments of the module's `__call__`.
 
     Returns:
       A pair of pytrees ``(shapes, axes)`` with the same structure. The leaves of `shapes` are
@@ -215,12 +215,12 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
     try:
         init = _boxed_init(module)
     except TypeError:
-        # The module has a field that cannot be hashed, such as a list.
+        # The module is not hashable, because it has a field such as a list.
         init = _boxed_init.__wrapped__(module)
     boxed = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)
 
     def is_box(x: PyTree) -> bool:
-        """Returns whether a node is a box, whose contents are one variable."""
+        """Returns whether a node of the pytree is a box that contains one variable."""
         return isinstance(x, nn.Partitioned)
 
     def shape_of(x: PyTree) -> jax.ShapeDtypeStruct:

@@ -26,7 +26,7 @@ def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _output_product_fwd(
     x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the product, and its factors as residuals."""
+    """Returns the product, and the factors of the product as residuals."""
     return plain_output_product(x, kernel), (x, kernel)
 
 
