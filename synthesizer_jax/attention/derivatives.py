@@ -148,8 +148,8 @@ class _Implementation(NamedTuple):
 
     Attributes:
       function: a function that maps arrays to a list of arrays.
-      needs_mesh: whether the function is a kernel that was created while no mesh was set. Such a
-        kernel cannot be divided over several devices.
+      needs_mesh: whether the function is a kernel that was created while no mesh was set. A
+        kernel that was created without a mesh cannot be divided over several devices.
     """
 
     function: Callable[..., list[jax.Array]]
@@ -274,7 +274,7 @@ def _reverse_only(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _identity(x: jax.Array) -> jax.Array:
-    """Returns the array unchanged. The rule for its tangent applies `_tangent_p`."""
+    """Returns the array unchanged. `_identity_jvp` applies `_tangent_p` to the tangent."""
     return x
 
 

@@ -152,7 +152,8 @@ def fused_inputs(call: Call) -> FusedInputs:
     divided = divide_terms(terms)
     assert divided is not None
     products, (tables, diagonals) = divided
-    # A table may have more entries than the call has queries or keys. The first entries are used.
+    # A table may have more rows and columns than the call has queries and keys. Only the first q
+    # rows and k columns are used.
     biases = Biases(
         tuple(Static(term.logits[:, :q, :k]) for term in tables),
         tuple(cut_diagonals(term, q, k, query_offset=offset) for term in diagonals),
@@ -277,8 +278,8 @@ def _add_sinks(
 def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> jax.Array:
     """Returns the cotangent of the sinks, ``-Σ P · δ`` over queries and examples, ``[h]``.
 
-    P is the weight of the sink. The formula follows from ``dS = P ∘ (dP - δ)``. Here dP is zero,
-    because the value of the sink is zero.
+    P is the weight of the sink. The formula follows from ``dS = P ∘ (dP - δ)``, because dP is zero
+    if the value of the sink is zero.
     """
     weights = jnp.exp(
         sinks.astype(delta.dtype)[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum)
@@ -605,7 +606,7 @@ def _tile_backward(
     logits, logits_vjp = jax.vjp(make_logits, bias, products)
 
     # P = exp(S - c) / l, [q, k]. P is zero in the rows of padding queries, because 1 / l is zero
-    # in these rows.
+    # for a padding query.
     logits = _mask_logits(logits, _select_mask(context.mask, allowed, i))
     weights = jnp.exp(logits - row_max) * inverse_row_sum
 
@@ -717,8 +718,8 @@ def _logits(
     for term in products.outer:
         size = term.b.shape[-1]
         # logits[q, k] = a[q, k // B] · b[q, k % B]. Products with one-hot matrices look up the
-        # entries of a and b. They need the highest precision, in which the hardware does not round
-        # the factors of a product.
+        # entries of a and b. The products need the highest precision, because a lower precision
+        # would round the entries.
         exact = lax.Precision.HIGHEST
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
@@ -747,8 +748,8 @@ def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) 
 def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
     """Computes ``x yᵀ``, and its gradient, by matrix products of factors in their own dtypes.
 
-    The cotangent of the product is float32 or wider. The gradient rounds the cotangent to the dtype
-    of the factor that is multiplied by the cotangent.
+    The cotangent of the product is float32 or wider. Before the gradient multiplies the cotangent
+    by a factor, it rounds the cotangent to the dtype of the factor.
     """
     return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 

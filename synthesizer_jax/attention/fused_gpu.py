@@ -61,7 +61,7 @@ from synthesizer_jax.attention.kernel_arrays import LabeledArrays
 from synthesizer_jax.attention.terms import logits_dtype
 
 MAX_WIDTH = 256
-"""The largest width of queries, keys and values. Wider rows do not fit into the registers."""
+"""The largest width of queries, keys and values. Wider rows do not fit into a GPU's registers."""
 
 
 def obstacle(inputs: FusedInputs) -> str | None:
@@ -169,8 +169,8 @@ def _forward_kernel(
         logits, allowed = logits_tile(program, tile, queries, keys)
         logits = forbid(logits, allowed)  # [bq, bk]
 
-        # The maximum of a row is -inf until a key is allowed. A maximum of zero is subtracted
-        # instead, because -inf - (-inf) would be NaN.
+        # The maximum of a row is -inf until the first allowed key. If the maximum is -inf, zero is
+        # subtracted from the logits instead, because -inf - (-inf) would be NaN.
         new_max = jnp.maximum(sums.row_max, jnp.max(logits, axis=1))  # [bq]
         finite_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
 
@@ -233,13 +233,14 @@ def backward(
     mask = dataclasses.replace(inputs.mask, query_offset=query_offset)
 
     def tiling(kernel: str) -> Tiling:
-        """Returns the tiling of one of the three kernels."""
+        """Returns the tiling of one of the three backward kernels."""
         return make_tiling(kernel, operands, mask, q_length, soft_cap)
 
     dqueries = call_by_queries(tiling("queries"), operands, residuals, interpret=interpret)
     dkeys, dvalues = call_by_keys(tiling("keys"), operands, residuals, interpret=interpret)
 
-    # The kernel returns the cotangent of the sum of all tables, and of the sum of all diagonals.
+    # The bias kernel returns the cotangents of two sums, the sum of all tables and the sum of all
+    # diagonals. The derivative of `Biases.sums` gives the cotangents of the single terms.
     _, sums_vjp = jax.vjp(Biases.sums, inputs.biases)
     dsums = call_by_bias(tiling("bias"), operands, residuals, interpret=interpret)
     sums = (operands.table, operands.diagonals)

@@ -235,7 +235,7 @@ def call_by_bias(
     """Runs the kernel of the bias, and returns the cotangents of the table and the diagonals.
 
     The cotangent of the table has the shape ``[h, q, k]``, and the cotangent of the diagonals has
-    the shape ``[h, q + k - 1]``. Each is None if the operand is absent.
+    the shape ``[h, q + k - 1]``. A cotangent is None if the operand is absent.
     """
     if not operands.has_bias:
         return None, None
@@ -438,7 +438,7 @@ def _backward_tile(
     weights = exp(forbid(logits, allowed) - per_query(residuals.row_max))
     weights *= per_query(residuals.inverse_row_sum)
 
-    # dP = dO Vᵀ. A transposed tile has dPᵀ = V dOᵀ instead.
+    # dP = dO Vᵀ. If the tile is transposed, dPᵀ = V dOᵀ is computed instead of dP.
     if tile.transposed:
         dweights = matmul_nt(rows.values, residuals.dout)
     else:
@@ -448,6 +448,7 @@ def _backward_tile(
 
     soft_cap = program.tiling.soft_cap
     if soft_cap is not None:
-        # With the soft cap c, the logits are c · tanh(x / c). Their derivative is 1 - tanh²(x / c).
+        # The logits are c · tanh(x / c) with the soft cap c. The derivative of the soft cap is
+        # 1 - tanh²(x / c).
         dlogits *= 1.0 - (logits / soft_cap) ** 2
     return weights, dlogits

@@ -43,7 +43,7 @@ MIN_PRODUCT_SIZE = 16
 """The smallest number of rows and columns that tensor cores can multiply."""
 
 Ref: TypeAlias = Any
-"""A Pallas reference to an array in global memory. Outside of kernels, it is the array itself."""
+"""A Pallas reference to an array in global memory. Outside of kernels, a `Ref` is an array."""
 
 Scalar: TypeAlias = Any
 """A Python int, or a traced int32 inside of a kernel."""
@@ -66,7 +66,7 @@ class TileSizes:
     stages: int
 
     def fit(self, q_length: int, k_length: int) -> TileSizes:
-        """Returns the sizes, reduced if a tile holds more queries or keys than there are."""
+        """Returns tile sizes that are reduced if the call has few queries or few keys."""
         q_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(q_length))
         k_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(k_length))
         return dataclasses.replace(

@@ -48,7 +48,8 @@ def logits_tile(
       keys: the keys of every term, ``[keys of the tile, r]``.
       bias: the result of `bias_tile` if it was computed already, or None.
     """
-    # S = Σ Q Kᵀ is a sum over the terms. A transposed tile has Sᵀ = Σ K Qᵀ instead.
+    # S = Σ Q Kᵀ is a sum over the terms. If the tile is transposed, Sᵀ = Σ K Qᵀ is computed
+    # instead of S.
     products = []
     for query_rows, key_rows in zip(queries, keys, strict=True):
         if tile.transposed:

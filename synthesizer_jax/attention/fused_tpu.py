@@ -196,7 +196,7 @@ class _Cotangents(NamedTuple):
         """
 
         def shape(x: Ref) -> jax.ShapeDtypeStruct:
-            is_sum = x.shape[0] == 1 or x.ndim < 4  # a bias has no axis of examples
+            is_sum = x.shape[0] == 1 or x.ndim < 4  # the bias has no batch axis
             return jax.ShapeDtypeStruct(x.shape, jnp.float32 if is_sum else x.dtype)
 
         return jax.tree.map(shape, self)
@@ -356,13 +356,15 @@ def _backward_kernel(
     # P = exp(S - max) / Σ exp
     weights = clear_forbidden(allowed, jnp.exp(logits - row_max)) * inverse_row_sum
 
-    # dP = dO Vᵀ and dS = P ∘ (dP - delta). A transposed tile has dPᵀ = V dOᵀ instead of dP.
+    # dP = dO Vᵀ and dS = P ∘ (dP - delta). If the tile is transposed, dPᵀ = V dOᵀ is computed
+    # instead of dP.
     dout = residuals.dout[...]
     values = refs.values[...]
     pair = (values, dout) if tiling.transposed else (dout, values)
     dlogits = weights * (matmul(*pair, axes=(1, 1)) - delta)
     if tiling.soft_cap is not None:
-        # With the soft cap c, the logits are c · tanh(x / c). Their derivative is 1 - tanh²(x / c).
+        # The logits are c · tanh(x / c) with the soft cap c. The derivative of the soft cap is
+        # 1 - tanh²(x / c).
         dlogits *= 1.0 - (logits / tiling.soft_cap) ** 2
 
     _write_products(tiling, is_shared.products, refs.products, results.products, dlogits)
@@ -424,8 +426,9 @@ def _write_result(ref: Ref, value: jax.Array, *, is_shared: bool) -> None:
 def _add_diagonals(total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiling: Tiling) -> None:
     """Adds the sums along a tile's diagonals to the cotangent of the diagonals.
 
-    The tiles of all examples are summed first. The sum along diagonals rotates registers, which is
-    slow, so it is computed only once, with the last example.
+    The tiles of all examples are summed first. To sum along diagonals, the kernel rotates
+    registers, which is slow. The sum along diagonals is therefore computed only once, with the last
+    example.
 
     Args:
       total: the cotangent of the diagonals, ``[1, w]``, which stays in vector memory for all tiles

@@ -130,7 +130,7 @@ class Tiling:
         return Scratch(tile if has_bias else None, tile if sums_diagonals else None)
 
     def plan(self, multiply_adds: int, scratch: Scratch) -> KernelPlan:
-        """Returns the plan of a kernel that computes `multiply_adds` for each logit.
+        """Returns the plan of a kernel with `multiply_adds` multiply-adds for each logit.
 
         The tiles of a program have one head ``h`` and one example ``b``. The rows of a tile are
         queries ``q``, or keys ``k`` if the tile is transposed.

@@ -97,8 +97,8 @@ def _allowed_tile(refs: Operands, tiling: Tiling, index: jax.Array) -> jax.Array
         real_keys = refs.real_keys[...]  # [1, k]
         rules.append((real_keys.T if tiling.transposed else real_keys) != 0)
 
-    # In packed rows, a query may attend only to the keys of its own segment. Both arrays are
-    # [1, n], and the array for the rows of the tile is transposed to [n, 1].
+    # In packed rows, a query may attend only to the keys of its own segment. The segments are
+    # arrays [1, n]. The segments for the rows of the tile are transposed to [n, 1].
     if refs.query_segments is not None:
         query_segments = refs.query_segments[...]
         key_segments = refs.key_segments[...]

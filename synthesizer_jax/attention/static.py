@@ -12,7 +12,7 @@ in at least one example. Let ``E = exp(S - c)``, and let m be 1 for the real key
 
 E has no batch axis, so numerator and denominator are each one matrix product over the whole batch.
 A factor that all entries in a row of E share cancels in the division. All examples may therefore
-share c, although the maximum over the real keys differs between examples.
+share c, although the maximum over the real keys may differ between examples.
 
 An underflow does not cancel. If the largest logits of a row belong to keys that are padding in some
 example, then E may be zero for all real keys of this example. The static route therefore checks the
@@ -231,7 +231,7 @@ def _attend_static_bwd(
     residuals: _OptionalResiduals,
     dout: jax.Array,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs, computed in the same way as the output was."""
+    """Returns the cotangents of the inputs, from the implementation that computed the output."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
         """Computes the cotangents with matrix products, or with TPU kernels if `on_tpu` is true."""
@@ -363,8 +363,8 @@ def _matmul_bwd(
       dV = Pᵀ dO = m ∘ Eᵀ (dO / l)
       dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
 
-    Both sums over b are matrix products. The first product contracts the axes b and e together, and
-    the second product contracts the axis b. No array has axes for examples, queries and keys.
+    Both sums over the examples b are matrix products. The first product contracts the axes b and e,
+    and the second product contracts the axis b. No array has axes for examples, queries and keys.
 
     Args:
       inputs: the result of `static_inputs`, which contains no products.
@@ -535,7 +535,7 @@ def _in_columns(x: jax.Array) -> jax.Array:
 
 
 def _matmul(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Contracts one axis of each of two matrices, and returns the product in float32 or wider."""
+    """Contracts one axis of x with one axis of y, and returns the product in float32 or wider."""
     dims = ((axes[:1], axes[1:]), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=logits_dtype(x, y))
 

@@ -19,9 +19,9 @@ denominator of at least `MIN_ROW_SUM` cannot overflow.
 def is_separable(mask: Mask) -> bool:
     """Returns whether the real queries of a position may attend to the same keys in every example.
 
-    The result is true if no key is padding. The result is also true for causal self-attention with
-    padding at the end of rows, because the padding comes after all real queries. If the result is
-    true, all examples share the softmax.
+    The result is true if there is no padding and no prefix. The result is also true for causal
+    self-attention with padding at the end of rows, because the padding comes after all real
+    queries. If the result is true, all examples share the softmax.
     """
     if mask.key_valid is not None or mask.prefix_lengths is not None:
         return False

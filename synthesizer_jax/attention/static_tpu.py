@@ -8,9 +8,9 @@ for its padding. Then::
     D = dO / E m        δ = Σ_e O ∘ D
     dS = E ∘ (D (m ∘ V)ᵀ - δ mᵀ)        dV = m ∘ Eᵀ D
 
-Only m, V, O, D and their cotangents differ between examples. The first program of a group of heads
-computes E and keeps it in vector memory. For each example, the programs then compute only matrix
-products. dS is summed over all examples before it is written.
+E and dS have no batch axis. The first program of a group of heads computes E and keeps E in vector
+memory. For each example, the programs then compute only matrix products. dS is summed over all
+examples before it is written.
 
 If the real queries of one position see the same keys in every example, all examples also have the
 same row sums. The kernels then normalize E to the weights P, and need neither m nor δ for each
@@ -205,7 +205,7 @@ def _forward_kernel(
     def write_result(head: int, inverse_sum: jax.Array | None) -> None:
         """Writes the output of one head.
 
-        The inverse sums have the shape ``[q, c]``. None stands for sums of one.
+        The inverse sums have the shape ``[q, c]``. The output is not scaled if they are None.
         """
         values = _examples_in_columns(tiling, refs.values, head)  # [k, c · e]
         weighted_sum = matmul(scratch.weights[head], values, axes=(1, 0))  # [q, c · e]
@@ -282,8 +282,9 @@ def _add_examples(
     Returns:
       The cotangents of the values of the program's examples, ``[k, c · e]``.
     """
-    # `inverse_sum` is 1 / (E m) of each example, [q, c]. If E is normalized, `inverse_sum` is 1 for
-    # real queries and 0 for padding queries, or None if all queries are real.
+    # `inverse_sum` has the shape [q, c] and contains 1 / (E m) of each example. If E is normalized,
+    # `inverse_sum` is 1 for real queries and 0 for padding queries. It is None if E is normalized
+    # and all queries are real.
     inverse_sum: Ref = None
     if residuals.inverse_row_sum is not None:
         inverse_sum = residuals.inverse_row_sum[head].T

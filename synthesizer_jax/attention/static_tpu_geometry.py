@@ -7,8 +7,8 @@ whose values lie side by side in the columns of one factor::
     weights of one head      values of c examples      outputs of c examples
     [q, k]               ×   [k, c · e]            =   [q, c · e]
 
-A single example has only e columns. The width e is often 64, which would leave half of a register
-empty.
+A single example has only e columns. With the common width e = 64, a single example would fill only
+half of a register.
 
 In memory, the heads also lie side by side, because the values are ``[b, k, h · e]``. The last axis
 of a tile must fill whole registers of 128 lanes, so a program computes as many heads as fill
@@ -112,7 +112,7 @@ def make_tiling(inputs: FusedInputs, q_length: int, query_offset: int) -> Tiling
     """Returns the tiling for the given inputs."""
     batch, k_length, heads, width = inputs.values.shape
     fitting = min(examples_per_program(inputs.values, q_length), PRODUCT_COLUMNS // width)
-    # All programs have the same number of examples, so this number must divide the batch size.
+    # All programs have the same number of examples, so this number divides the batch size.
     examples = max(n for n in range(1, max(fitting, 1) + 1) if batch % n == 0)
     return Tiling(
         heads=heads_per_program(heads, width),
@@ -142,8 +142,8 @@ def _tile_bytes(values: jax.Array, q_length: int) -> int:
 def program_memory(values: jax.Array, q_length: int) -> int:
     """Returns the number of bytes of vector memory that a program may take.
 
-    `VMEM` is enough if the matrices of logits fill at most two thirds of it. Otherwise a program
-    may take seven eighths of the chip's vector memory, and the rest is left to the compiler. If the
+    `VMEM` bytes are enough if the matrices of logits fill at most two thirds of `VMEM`. Otherwise a
+    program may take seven eighths of the chip's vector memory. The rest is for the compiler. If the
     chip is unknown, the result is `VMEM`, because all chips after TPU v4 have this much vector
     memory.
     """

@@ -51,7 +51,7 @@ LOW = float(jnp.finfo(jnp.float32).min)
 """The number that replaces a forbidden logit. `LOW` is finite, so that differences are not NaN."""
 
 Ref: TypeAlias = Any
-"""A Pallas reference to a tile in vector memory. Outside of kernels, it is an array."""
+"""A Pallas reference to a tile in vector memory. Outside of kernels, a `Ref` is an array."""
 
 
 class Bias(NamedTuple):
