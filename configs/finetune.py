@@ -11,9 +11,9 @@ Hardware: a small model fits on an accelerator with 16 GB.
 
 The settings are those of T5's fine-tuning: Adafactor with a constant learning rate of 0.001, a
 dropout rate of 0.1, and batches of 128 packed rows of 512 + 84 tokens. If a mixer of the model
-reads a row as one sequence, rows cannot be packed; add `--set data.pack=false`. If a task has
-label words, it is evaluated by ranking them. T5's published scores are from greedy decoding, which
-you get with `--set evaluation.method=greedy`.
+reads a row as one sequence, rows cannot be packed. In this case, add `--set data.pack=false`. If a
+task has label words, the task is evaluated by ranking the label words. T5's published scores are
+from greedy decoding. To decode greedily, add `--set evaluation.method=greedy`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def prefix_lm_base() -> Experiment:
     experiment = base()
     model = zoo.language_model("v", T5_1_1["base"], prefix=True)
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
-    # Inputs and targets share a row, so that rows cannot be packed. Buckets save padding instead.
+    # Rows cannot be packed, because each row contains the inputs and targets of one example. Use
+    # buckets of lengths to save padding.
     buckets = ((64, 16), (128, 16), (256, 32))
     data = replace(experiment.data, pack=False, buckets=buckets)
     return replace(experiment, model=model.copy(decoder=decoder, dtype="auto"), data=data)

@@ -1,7 +1,7 @@
 """Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
 
-The commands require T5's vocabulary file, and C4 from TFDS or from
-`synthesizer-jax data import c4/en`. The first command prepares C4, and the second one trains:
+The commands require T5's vocabulary file, and C4 from TFDS or from `synthesizer-jax data import
+c4/en`. The first command prepares C4. The second command trains a model:
 
     synthesizer-jax data prepare c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
     synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\
@@ -10,9 +10,9 @@ The commands require T5's vocabulary file, and C4 from TFDS or from
 Hardware: see docs/pretrain.md. `laptop` needs only two CPU cores and WikiText-2.
 
 The settings are those of T5 (Raffel et al. 2020, section 3.1). There are 524,288 steps. A batch has
-128 rows of 512 tokens, which are 65,536 tokens. The optimizer is Adafactor with the learning rate
-1/√max(step, 10⁴). The corrupted spans have a mean length of 3 tokens and contain 15% of all tokens,
-so that the targets have 114 tokens.
+128 rows of 512 tokens, so it contains 65,536 tokens. The optimizer is Adafactor with the learning
+rate 1/√max(step, 10⁴). The corrupted spans have a mean length of 3 tokens and contain 15% of all
+tokens, so that the targets have 114 tokens.
 
 To train on other texts, such as those of an imported task, add `--set data.mixture=TASK`. If a task
 does not define an objective, choose one with `--set data.objective=NAME`.

@@ -6,8 +6,9 @@
 
 Hardware and time: training takes less than a minute per model on two CPU cores, and the data takes
 half a minute. No files and no network access are needed, because the tasks are generated and the
-vocabulary is trained on them. The models learn all three tasks. With the seeds 0 to 2, they reach
-scores of 77 to 87. `papers.cotraining:synthetic` trains the same models for longer on eight tasks.
+vocabulary is trained on them. The models learn all three tasks. With the seeds 0 to 2, the models
+reach scores of 77 to 87. `papers.cotraining:synthetic` trains the same models for longer on eight
+tasks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turn a trained T5 into a Synthesizer without dot products in its encoder.
 
-The teacher may be any run of an encoder-decoder with attention, also a converted one:
+The teacher may be any run of an encoder-decoder with attention, including a converted run:
 
     synthesizer-jax distill synthesize:random --teacher runs/t5 --workdir runs/random \\
         --data-dir DATA --set replace.0.by.max_length=512
@@ -34,7 +34,7 @@ from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.training.experiment import Training
 
 LENGTH = 512
-"""The number of positions of the tables. It must be at least the teacher's `data.inputs_length`."""
+"""The number of positions of the tables, at least the teacher's `data.inputs_length`."""
 
 DISTILL_STEPS = 1000
 FINE_TUNE_STEPS = 2000
@@ -59,7 +59,7 @@ def factorized_random() -> Distillation:
 def relative() -> Distillation:
     """Replaces the encoder's self-attention with a logit for each bucket of distances.
 
-    It is added to the relative bias of the teacher, which is kept.
+    The logits are added to the relative bias of the teacher, which is kept.
     """
     return _synthesize(RelativeBias())
 

@@ -1,4 +1,4 @@
-"""The experiments of papers as recipes.
+"""Contains recipes for the experiments of papers.
 
 The tables of the papers compare systems, which are models that differ only in their attention. A
 system has the abbreviation that the tables use, such as ``rv`` for Random + Vanilla. Write it after
@@ -33,7 +33,7 @@ from synthesizer_jax.training.experiment import Training
 
 Dot: TypeAlias = Literal["scaled", "t5"]
 SCALED = DotProduct(parent=None)
-"""The dot product, divided by √d_k."""
+"""The alignment by the dot product, divided by √d_k."""
 
 MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
     "light": lambda size, n, dot: LightweightConvolution(width=7, groups=size.d_model // 4),
@@ -45,7 +45,7 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
     "heads": lambda size, n, dot: TalkingHeads(size.heads, size.head_dim, alignment=dot),
     "local": lambda size, n, dot: Attention(size.heads, size.head_dim, alignment=dot, window=4),
 }
-"""Self-attention that is not an alignment, as functions of a size, a length and a dot product.
+"""Functions from a size, a length and a dot product to self-attention that is no alignment.
 
 - ``light`` and ``dynamic`` are convolutions with a kernel for every four channels, and
   ``dynamic_full`` has a kernel for each channel. The kernels are narrower than those of the zoo,
@@ -56,19 +56,20 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
 """
 
 SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
-"""The systems that differ only in their self-attention.
+"""The names of the systems that differ only in their self-attention.
 
-Talking heads (``heads``) are an exception: they may be in cross-attention, too.
+The system ``heads`` (talking heads) is an exception. It may have talking heads in cross-attention,
+too.
 """
 SYSTEMS = (*SELF_ATTENTIONS, "hc_all", "sh_x")
-"""All systems, including those that change cross-attention."""
+"""The names of all systems, including systems that change cross-attention."""
 
 
 def dot_product_of(kind: Dot, size: Size) -> Alignment:
-    """Returns the dot product of a kind.
+    """Returns the alignment by one of two kinds of dot product.
 
-    The ``scaled`` dot product is divided by √d_k. T5's is not divided, because the initializer of
-    the query projection includes the factor.
+    The ``scaled`` dot product is divided by √d_k. The dot product of T5 is not divided, because the
+    initializer of the query projection includes the factor.
     """
     return SCALED if kind == "scaled" else dot_product(size.head_dim)
 
@@ -88,12 +89,12 @@ def self_attentions(
       system: one of `systems`.
       size: the widths of the model.
       length: the number of positions of the tables.
-      dot: the dot product. It is used by itself, in mixtures and in talking heads.
+      dot: the dot product. The dot product is used by itself, in mixtures and in talking heads.
       dropout: the dropout rate.
       systems: the systems that the recipe offers.
 
     Raises:
-      ValueError: there is no such system.
+      ValueError: the system does not exist.
     """
     if system not in systems:
         hint = did_you_mean(system, systems) or "."
@@ -102,8 +103,8 @@ def self_attentions(
         )
     attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
     if system in ("hc_sa", "hc_all", "sh_x"):
-        # Heads look at the token before and the token after the query. In a decoder, they look at
-        # the token before it and at itself (You et al. 2020).
+        # Heads look at the token before and the token after the query. In a decoder, heads look at
+        # the token before the query and at the query itself (You et al. 2020).
         return (
             attention.copy(alignment=Gaussian((-1, 1))),
             attention.copy(alignment=Gaussian((-1, 0))),
@@ -120,12 +121,12 @@ def transformer(
 ) -> EncoderDecoder:
     """Returns an encoder-decoder like that of Tensor2Tensor.
 
-    It has norms before its sub-layers, sinusoidal positions, and one embedding for inputs, targets
-    and outputs. It differs from Tensor2Tensor in two points: the norms are root-mean-square norms,
-    and the sinusoids are those of the Transformer paper.
+    The model has norms before its sub-layers, sinusoidal positions, and one embedding for inputs,
+    targets and outputs. The model differs from Tensor2Tensor in two points. The norms are
+    root-mean-square norms, and the sinusoids are those of the Transformer paper.
 
     Args:
-      system: one of `SYSTEMS`. Three of them are from You et al. 2020. ``hc_sa`` has hard-coded
+      system: one of `SYSTEMS`. Three systems are from You et al. 2020. ``hc_sa`` has hard-coded
         self-attention. ``hc_all`` also has hard-coded cross-attention, around the query's own
         position in the source. ``sh_x`` has hard-coded self-attention, and only its last decoder
         layer has cross-attention, with one learned head of full width.
@@ -160,7 +161,8 @@ def transformer(
     )
     if system != "sh_x":
         return model
-    # The decoder becomes a run of layers without cross-attention, and a run of one layer with it.
+    # Split the decoder into a run of layers without cross-attention, and a last layer with
+    # cross-attention.
     (run,) = model.decoder.runs
     head = Attention(1, size.d_model, alignment=SCALED, dropout_rate=dropout)
     runs = (
@@ -173,7 +175,7 @@ def transformer(
 def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecoder:
     """Returns a T5 1.1 with 2 + 2 layers, d_model 256 and learned positions.
 
-    The paper's models on C4 had learned positions, too (Tay et al. 2021).
+    The models that Tay et al. 2021 trained on C4 had learned positions, too.
 
     Args:
       system: one of `SELF_ATTENTIONS`, or ``hc_all``.

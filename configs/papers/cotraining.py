@@ -1,19 +1,20 @@
 """Train on GLUE and SuperGLUE as one mixture, as in the tables of both in Tay et al. 2021.
 
-The first command needs no data, and the second one trains a model on GLUE and SuperGLUE:
+The first command needs no data. The second command trains a model on GLUE and SuperGLUE:
 
     synthesizer-jax train papers.cotraining:synthetic:rv --workdir runs/rv
     synthesizer-jax train papers.cotraining:glue_super_glue:rv:small --workdir runs/rv \\
         --data-dir DATA --set vocabulary.path=spiece.model
 
-`synthetic` generates its data: eight tasks in T5's formats over a made-up grammar.
+The recipe `synthetic` generates its own data. The data consists of eight tasks in T5's formats over
+an artificial grammar.
 
 The other recipes require T5's vocabulary file, and data that these commands import:
 
     synthesizer-jax data import glue --from GLUE_FILES --data-dir DATA
     synthesizer-jax data import super_glue --from SUPER_GLUE_FILES --data-dir DATA
 
-Their mixture has T5's proportional rates of the GLUE and SuperGLUE tasks, except that the rates of
+The mixture of GLUE and SuperGLUE has T5's proportional rates of the tasks, except that the rates of
 the two RTE tasks are halved. Rows are packed: a row of 512 + 84 tokens holds about five examples.
 To start `glue_super_glue` from a pre-trained model, add `--set init_from=RUN`. `en_mix` is the
 paper's mixture, which contains C4 and SQuAD, too.
@@ -53,7 +54,7 @@ SizeName: TypeAlias = Annotated[str, Choices(tuple(zoo.T5_1_1))]
 
 STEPS = 6000
 INPUTS, TARGETS = 32, 4
-"""The numbers of tokens in a row. No example of the synthetic mixture is longer."""
+"""The numbers of input and target tokens in a row, which fit all examples of the mixture."""
 SIZE = Size(d_model=64, layers=2, d_ff=128, heads=4, head_dim=16)
 
 
@@ -84,8 +85,8 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
     model = model.copy(embedding_init=Normal(0.3), encoder=encoder, decoder=decoder)
     return Experiment(
         model=model,
-        # With more than 48 examples, a step's temporary buffers exceed 32 MiB, the size up to which
-        # glibc reuses memory.
+        # If a batch had more than 48 examples, the temporary buffers of a step would exceed 32 MiB.
+        # The C library reuses the memory of buffers only up to this size.
         data=DataConfig(synthetic_tasks.MIXTURE, INPUTS, TARGETS, batch_size=48, shards=1),
         training=Training(
             steps=STEPS,
@@ -103,7 +104,7 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
 def laptop(system: str) -> Experiment:
     """Trains a model with 2 + 2 layers and d_model 256 on GLUE and SuperGLUE.
 
-    It can start from a run of `pretraining.small`.
+    The training can start from a run of `pretraining.small`.
     """
     return Experiment(
         model=laptop_model(system, 128, dropout=0.1),
@@ -119,7 +120,7 @@ def laptop(system: str) -> Experiment:
 def glue_super_glue(system: str, size: SizeName = "base") -> Experiment:
     """Trains a T5 1.1 of any size (small, base, …) on GLUE and SuperGLUE.
 
-    Its self-attention is that of the system, and its cross-attention is T5's.
+    The self-attention of the model is that of the system. The cross-attention is T5's dot product.
     """
     return Experiment(
         model=_t5_1_1(system, size, dropout=0.1),
@@ -155,8 +156,8 @@ def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecod
 def _with_wide_tables(part: Part) -> Part:
     """Returns a mixer or alignment whose random logits start with a standard deviation of 2.
 
-    The relative biases of these models start in the same way. A large initial variance lets such a
-    small model distinguish positions and words from the start.
+    The relative biases of these models start in the same way. A large initial variance lets a small
+    model distinguish positions and words from the start.
     """
     if isinstance(part, Attention):
         return part.copy(alignment=_with_wide_tables(part.alignment))
@@ -165,6 +166,7 @@ def _with_wide_tables(part: Part) -> Part:
     if isinstance(part, Random):
         return part.copy(table_init=Normal(2.0))
     if isinstance(part, FactorizedRandom):
-        # A logit is a sum of `rank` products of two factors with this standard deviation.
+        # A logit is a sum of `rank` products of two factors. The standard deviation of the factors
+        # is chosen so that the logit has a standard deviation of 2.
         return part.copy(factor_init=Normal((2.0 / part.rank**0.5) ** 0.5))
     return part

@@ -9,8 +9,8 @@ These commands import CNN/DailyMail and train a model on it:
 The model has the size of Tensor2Tensor's base model. It is trained with AdamW and a cosine
 schedule, and evaluated by greedy decoding.
 
-Hardware: eight accelerators. A smaller model runs on two CPU cores. To choose it, write ``small``
-at the end of the recipe's name, as in ``papers.generation:personachat:d:small``.
+Hardware: eight accelerators. A smaller model runs on two CPU cores. To choose the smaller model,
+  write ``small`` at the end of the recipe's name, as in ``papers.generation:personachat:d:small``.
 """
 
 from __future__ import annotations

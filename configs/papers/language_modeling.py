@@ -9,13 +9,14 @@ These commands import WikiText-2 and train a model on it:
     synthesizer-jax train papers.language_modeling:wikitext:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-The language models are decoders with the blocks of T5 1.1. They have T5's relative bias, unless
-their self-attention has no logits. The papers used Tensor2Tensor's decoder, which has sinusoidal
-positions. `wikitext` can use these instead of the relative bias.
+The language models are decoders with the blocks of T5 1.1. A language model has T5's relative bias,
+unless its self-attention has no logits. The papers used Tensor2Tensor's decoder, which has
+sinusoidal positions. The recipe `wikitext` can use sinusoidal positions instead of the relative
+bias.
 
-The texts are joined, with EOS at the end of each, and cut into rows of 256 tokens. Held-out texts
-are evaluated in windows of 256 tokens. The measures are perplexity per token, perplexity per word,
-and bits per byte.
+The texts are joined, with EOS at the end of each text, and cut into rows of 256 tokens. Held-out
+texts are evaluated in windows of 256 tokens. The measures are perplexity per token, perplexity per
+word, and bits per byte.
 
 Hardware and time: `wikitext` takes some minutes on two CPU cores.
 """
@@ -104,7 +105,7 @@ def masked(head_dim: Length, number: Length = 4) -> Experiment:
 def lm1b(system: str) -> Experiment:
     """Trains a language model with six layers and d_model 512 on the One Billion Word Benchmark.
 
-    It trains for 2,000 steps. The paper trains for 300,000.
+    The model is trained for 2,000 steps. The models of the paper are trained for 300,000 steps.
     """
     return _train(_model(system, PUBLISHED), "lm1b_v100_full_lm")
 
@@ -120,7 +121,8 @@ def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
     _, mixer = self_attentions(system, size, LENGTH, dot=dot, dropout=0.1)
     (run,) = model.decoder.runs
     block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
-    # A mixer without logits, such as a convolution, cannot add the relative bias.
+    # Leave out the relative bias if the mixer has no logits, as a convolution, because the bias is
+    # added to logits.
     bias = None if mixer.bias_heads is None else model.decoder.bias
     decoder = model.decoder.copy(runs=(replace(run, block=block),), bias=bias, dropout_rate=0.1)
     return model.copy(decoder=decoder, vocab_size=VOCAB_SIZE)

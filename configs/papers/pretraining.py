@@ -11,8 +11,8 @@ Synthesizer:
 ``dynamic_convolution_base`` and ``universal_transformer_base``. ``t5_1_1_th_base`` has talking
 heads.
 
-`small` takes the name of a system instead. It is pre-trained in an hour on two CPU cores. `race` is
-for measurements of speed.
+The recipe `small` takes the name of a system instead. On two CPU cores, its pre-training takes an
+hour. The recipe `race` is for measurements of speed.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def race(system: str) -> Experiment:
     experiment = pretrain.laptop()
     data = replace(experiment.data, inputs_length=512, targets_length=114, batch_size=8)
     model = laptop_model("v" if system in ("universal", "linformer") else system, 512)
-    if system == "linformer":  # only encoders can use Linformer
+    if system == "linformer":  # only an encoder can use a Linformer
         model = model.copy(encoder=laptop_model(system, 512).encoder)
     if system == "universal":
-        # One block is repeated, at most twice as often as the other systems have layers.
+        # Repeat one block. The number of repetitions is at most twice the number of layers of the
+        # other systems.
         steps = 2 * model.encoder.num_layers
         stacks = {
             name: UniversalStack((Run(stack.runs[0].block, steps),), halting_threshold=0.5)

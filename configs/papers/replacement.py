@@ -1,7 +1,7 @@
 """Replace attention with feed-forward networks, as in Bozic et al. 2023, or with simpler controls.
 
-The first command trains a teacher, and the second one trains the networks that replace its
-attention:
+The first command trains a teacher. The second command trains the networks that replace the
+teacher's attention:
 
     synthesizer-jax train papers.translation:multi30k:v --workdir runs/v --data-dir DATA \\
         --set vocabulary.path=spm.model
@@ -11,8 +11,8 @@ attention:
 A recipe takes up to three arguments: a place (``encoder``, ``decoder``, ``cross`` or
 ``everything``), one of the paper's sizes (``xs`` to ``xl``), and the scale of the teacher. The
 scale is ``small``, or ``published`` for a run of the recipe `teacher`, which has the size of the
-paper. ALRR and ELR are only for encoders, so that they take no place. Only the replacements are
-trained, on the teacher's activations.
+paper. The recipes for ALRR and ELR have no argument for the place, because these networks are only
+for encoders. Only the replacements are trained, on the teacher's activations.
 
 Hardware and time: the small scale takes minutes on two CPU cores.
 """
@@ -43,17 +43,17 @@ SCALES: dict[Scale, tuple[Size, int]] = {
     "small": (translation.SIZE, translation.LENGTH),
     "published": (Size(d_model=128, layers=6, d_ff=512, heads=8, head_dim=16), 50),
 }
-"""The size of the teacher, and the maximum number of tokens of a sentence.
+"""The size of the teacher and the maximum number of tokens of a sentence, by scale.
 
-A network reads all positions of a sentence at once, so that its size depends on this number.
+A network reads all positions of a sentence at once, so its size depends on the number of tokens.
 """
 PLACES: tuple[Place, ...] = ("encoder", "decoder", "cross")
 WIDTHS: dict[Width, int] = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
 SEPARATE_WIDTHS = {"xs": 200, "s": 400, "m": 800, "l": 1600, "xl": 1600}
-"""The numbers of hidden units of a network.
+"""The numbers of hidden units of a network, by the name of the network's size.
 
 `WIDTHS` are for a network that computes all heads, and `SEPARATE_WIDTHS` for a network that
-computes one head. In cross-attention, a network has twice as many.
+computes one head. In cross-attention, a network has twice as many hidden units.
 """
 
 
@@ -65,7 +65,7 @@ def default() -> Distillation:
 def teacher() -> Experiment:
     """Trains a teacher of the paper's size on IWSLT 2017, with 6 + 6 layers and d_model 128.
 
-    It differs from the paper's teacher: it has the blocks and the training of
+    The teacher differs from the paper's teacher. It has the blocks and the training of
     `translation.multi30k`, and one embedding for both languages and the output.
     """
     size, length = SCALES["published"]
@@ -117,7 +117,7 @@ def random(scale: Scale = "small") -> Distillation:
 
 def untrained(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
     """Replaces attention with ALR networks that are not trained, as a control."""
-    # The only step has the learning rate 0, so that nothing changes.
+    # Train for a single step, whose learning rate is 0, so that the parameters do not change.
     schedule = Cosine(1e-3, total_steps=1, warmup_steps=1)
     training = Training(steps=1, optimizer=AdamW(learning_rate=schedule), save_every=1)
     return replace(alr(place, size, scale), training=training)

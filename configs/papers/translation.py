@@ -1,8 +1,8 @@
 """Train translation models, as in Tay et al. 2021 and You et al. 2020.
 
-The systems are those of the table of WMT 2014 in Tay et al., and those of the tables of HC-SA,
-HC-ALL and SH-X in You et al. These commands import Multi30k, train a vocabulary on it, and train a
-model:
+The recipes can train the systems in the table of WMT 2014 of Tay et al., and the systems in the
+tables of HC-SA, HC-ALL and SH-X of You et al. These commands import Multi30k, train a vocabulary on
+it, and train a model:
 
     synthesizer-jax data import multi30k/en_de --data-dir DATA \\
         --from train=train.en+train.de --from validation=val.en+val.de \\
@@ -11,9 +11,10 @@ model:
     synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-`base` is Tensor2Tensor's base model. `large` and `small` are the two settings of You et al., which
-compare models with norms after the residual connections. The batches of these three are packed.
-For `base`, the published 4,096 tokens on each of eight devices become 128 rows of 256 tokens.
+`base` is Tensor2Tensor's base model. `large` and `small` are the two settings of You et al., whose
+models have norms after the residual connections. The batches of `base`, `large` and `small` are
+packed. A batch of `base` has 128 rows of 256 tokens, which are the published 4,096 tokens on each
+of eight devices.
 
 Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
 ``iwslt2017_en_ja`` and others, which `synthesizer-jax data list` shows.
@@ -44,11 +45,11 @@ Stacks: TypeAlias = Literal["encoder", "decoder", "encoder,decoder"]
 BASE = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
 LENGTH = 32
-"""The number of tokens of a sentence. Longer sentences are truncated."""
+"""The maximum number of tokens of a sentence. Longer sentences are truncated."""
 PREFIX = 7
 """The number of tokens of "translate English to German:" with the vocabulary of the commands above.
 
-With T5's vocabulary it is 5.
+The number is 5 with T5's vocabulary.
 """
 STEPS = 4000
 RATIOS = {
@@ -59,9 +60,9 @@ RATIOS = {
     "iwslt2017_ja_en": 3_576_290 / 5_114_050,
 }
 OTHER_RATIO = 4_215_814 / 4_186_988
-"""The number of source words per target word in the code of You et al.
+"""The numbers of source words per target word in the code of You et al.
 
-`RATIOS` has the values of some tasks, and `OTHER_RATIO` is the value of all others.
+`RATIOS` contains the ratios of some tasks, and `OTHER_RATIO` is the ratio of all other tasks.
 """
 
 
@@ -117,7 +118,7 @@ def large(task: str, system: HardCoded) -> Experiment:
 def small(task: str, system: HardCoded) -> Experiment:
     """Trains a model with 5 + 5 layers and d_model 288, the small setting of You et al. 2020.
 
-    They use it for IWSLT and WMT 2016.
+    You et al. use this setting for IWSLT and WMT 2016.
     """
     model = hard_coded(
         system,
@@ -153,9 +154,9 @@ def _published(
       rows: the number of packed rows in a batch.
       steps: the number of training steps.
       smoothing: the label smoothing.
-      b2: the decay rate of Adam's second moment. The default is that of You et al.
+      b2: the decay rate of Adam's second moment. The default is the value of You et al.
       extra_length: the number of tokens by which an output may be longer than its input. The
-        default is that of You et al.
+        default is the value of You et al.
     """
     experiment = multi30k("v")
     return replace(
@@ -174,7 +175,7 @@ def _published(
             experiment.training,
             steps=steps,
             save_every=steps // 50,
-            keep_latest=5,  # the papers average the newest checkpoints
+            keep_latest=5,  # the papers average the parameters of the newest checkpoints
             optimizer=AdamW(schedule, b2=b2, eps=1e-9, clip_norm=None),
             label_smoothing=smoothing,
             z_loss=0.0,

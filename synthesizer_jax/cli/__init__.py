@@ -1,1 +1,1 @@
-"""The command line, ``synthesizer-jax``."""
+"""Implements the command line ``synthesizer-jax``."""

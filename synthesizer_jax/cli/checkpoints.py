@@ -1,4 +1,4 @@
-"""The commands `convert`, `export` and `average`, which make runs and files from checkpoints."""
+"""Defines the commands `convert`, `export` and `average`, which read checkpoints."""
 
 from __future__ import annotations
 

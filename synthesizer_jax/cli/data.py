@@ -1,4 +1,4 @@
-"""The commands `synthesizer-jax data …`, which import, prepare, list, show and check data sets."""
+"""Defines the commands `synthesizer-jax data …`, which import, prepare and check data sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from synthesizer_jax.training.experiment import Experiment
 
 SHOWN_TOKENS = 24
-"""How many tokens of a text `data show` prints."""
+"""The number of tokens of a text that `data show` prints."""
 
 MINE = "mine"
 """The name with which `data import` imports the user's own files."""
@@ -34,12 +34,13 @@ def _open_directory(
 ) -> pathlib.Path:
     """Registers all tasks, and returns the data directory.
 
-    All tasks include those of the user's code and those of files that were imported before.
+    The registered tasks include the tasks of the user's code, and the tasks of files that were
+    imported before.
 
     Args:
-      data_dir: the data directory. `None` is the default data directory.
+      data_dir: the data directory. `None` means the default data directory.
       imports: the user's packages or files to load.
-      libraries: whether TensorFlow is needed and should be imported.
+      libraries: whether to import TensorFlow, because the caller needs it.
     """
     from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.runs import code
@@ -69,21 +70,21 @@ def prepare_missing(
     trains: bool = True,
     only: Sequence[str] = (),
 ) -> None:
-    """Prepares the data of a run that is not prepared yet.
+    """Prepares the data of a run, except for data that is prepared already.
 
     The work is done in a separate process, so that this process need not import TensorFlow. In a
-    group of processes, only process zero starts it, and the others wait.
+    group of processes, only process zero starts the separate process, and all other processes wait.
 
     Args:
       experiment: the experiment of the run.
-      data_dir: the data directory. `None` is the default data directory.
-      trains: whether the run trains. Otherwise only its evaluation data is prepared.
+      data_dir: the data directory. `None` means the default data directory.
+      trains: whether the run will be trained. If it is false, only evaluation data is prepared.
       only: the tasks to prepare. If it is empty, all tasks are prepared.
 
     Raises:
-      ValueError: the separate process fails. The message gives its last line of output and its
-        command.
-      FileNotFoundError: nothing is prepared, and there are no data sets.
+      ValueError: the separate process fails. The message contains the command and the last line of
+        output of this process.
+      FileNotFoundError: no data is prepared, and there are no data sets to prepare.
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import task_registry
@@ -102,7 +103,8 @@ def prepare_missing(
         if not done.returncode:
             print(done.stderr, end="", file=sys.stderr)
         else:
-            # The last line of a process that fails is its error, which is raised here.
+            # The last line of output of a failed process is the error message. Raise an error with
+            # this message.
             said, _, last = done.stderr.rstrip().rpartition("\n")
             print(said, end="", file=sys.stderr)
             reason = last.removeprefix("error: ") or f"exit code {done.returncode}"
@@ -218,9 +220,9 @@ def import_files(
 
 
 def _label_words(labels: str | None) -> dict[str, str]:
-    """Returns the words of ``--labels``, by the values that stand for them in the files.
+    """Returns the words of ``--labels`` by the values that stand for the words in the files.
 
-    A value without ``=`` stands for itself.
+    If an entry has no ``=``, the word and the value are the same.
 
     Raises:
       ValueError: a value occurs twice.
@@ -448,7 +450,8 @@ def train_vocabulary(
 
     directory = _open_directory(data_dir, imports)
     members = _members(mixture, directory, "train")
-    # Only the texts of the rows are used, so any vocabulary will do.
+    # Use the vocabulary of bytes. Only the texts of rows are needed, so the vocabulary does not
+    # matter.
     codec = Bytes().build()
     rows = itertools.chain.from_iterable(
         read_rows(name, "train", codec, data_dir=directory, count=examples) for name in members
@@ -460,7 +463,7 @@ def train_vocabulary(
 
 
 def _members(mixture: str, directory: pathlib.Path, split: str | None = None) -> list[str]:
-    """Returns the tasks of a mixture that have data in a directory.
+    """Returns the names of the tasks of a mixture that have data in a directory.
 
     Args:
       mixture: the name of a mixture or a task.
@@ -468,7 +471,7 @@ def _members(mixture: str, directory: pathlib.Path, split: str | None = None) ->
       split: the split that the tasks must have. `None` means any split.
 
     Raises:
-      FileNotFoundError: no task has data. The message says how to import them.
+      FileNotFoundError: no task has data. The message says how to import data.
     """
     from synthesizer_jax.tasks import task_registry
     from synthesizer_jax.tasks.splits import import_remedy

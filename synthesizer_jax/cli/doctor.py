@@ -1,4 +1,4 @@
-"""The commands `doctor`, which checks a machine, and `local`, which starts processes on it."""
+"""Defines the commands `doctor` and `local`, which check a machine and start processes."""
 
 from __future__ import annotations
 
@@ -70,12 +70,13 @@ def doctor(
     ]
     for directory in filter(None, (workdir, data_dir)):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
-        # In a bucket that does not exist, mkdir with TensorFlow would never return.
+        # Do not call mkdir for a path in a bucket. If the bucket does not exist, mkdir with
+        # TensorFlow would never return.
         if not in_bucket(directory):
             directory.mkdir(parents=True, exist_ok=True)
         try:
             probe.write_bytes(b"x")
-        except FileNotFoundError as error:  # the message of gcsfs names only its request
+        except FileNotFoundError as error:  # the message of gcsfs names only the failed request
             raise FileNotFoundError(
                 f"The bucket of {directory} does not exist ({error}). Create it."
             ) from None
@@ -106,7 +107,8 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
     from synthesizer_jax.hosts.preemption import EXIT_CODES
     from synthesizer_jax.hosts.processes import ADDRESS, PROCESS, PROCESSES
 
-    with socket.create_server(("127.0.0.1", 0)) as server:  # a port on which no process listens
+    # Let the operating system choose a port on which no process listens.
+    with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     shared = {**os.environ, ADDRESS: address, PROCESSES: str(processes)}
     if devices is not None:
@@ -121,11 +123,11 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
         for index in range(processes):
             arguments = [sys.executable, "-m", "synthesizer_jax", *command]
             environment = {**shared, PROCESS: str(index)}
-            # A terminal sends Ctrl-C to all processes of its session. In a session of its own, a
-            # process gets the signal only once, from the loop below.
+            # A terminal sends Ctrl-C to all processes of its session. Start each process in a new
+            # session, so that the process gets the signal only once, from the loop below.
             group.append(subprocess.Popen(arguments, env=environment, start_new_session=True))
         while True:
-            # Codes are None while processes run. The first code that is not 0 is kept.
+            # The exit code of a running process is None. Keep the first exit code that is not 0.
             codes = [process.poll() for process in group]
             code = code or next((ended for ended in codes if ended), 0)
             if None not in codes or code not in (0, *EXIT_CODES.values()):
@@ -139,5 +141,6 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
         for process in group:
             process.kill()
             process.wait()
-    # Python reports a process that a signal has ended with the negative number of the signal.
+    # If a signal has ended a process, Python returns the negative number of the signal as exit
+    # code.
     raise typer.Exit(128 - code if code < 0 else code)

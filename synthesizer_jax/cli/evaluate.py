@@ -1,4 +1,4 @@
-"""The commands `synthesizer-jax eval` and `synthesizer-jax predict`."""
+"""Defines the commands `synthesizer-jax eval` and `synthesizer-jax predict`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TEST = "test"
 LABEL_LOSSES = "label_loss", "label_prior_entropy", "joint_label_prior_entropy"
-"""The measures of label words, which are printed in a sentence of their own."""
+"""The names of the measures of label words, which are printed in a separate sentence."""
 
 
 def evaluate(
@@ -128,7 +128,7 @@ def predict(
     from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, batch_size=batch_size, split=split, loss_batches=0)
-    # Without the option all examples are predicted, even if the recipe evaluates fewer.
+    # By default, predict all examples, even if the recipe evaluates fewer examples.
     changes["max_examples"] = max_examples
     opened, evaluator = _open(chosen_run(run, workdir), imports, data_dir, task, changes)
     number, variables = opened.restore(step)
@@ -147,7 +147,7 @@ def predict(
 
 
 def _given(**options: object) -> dict[str, object]:
-    """Returns the options that were given, which are those that are not `None`."""
+    """Returns the options that are not `None`, which are the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -158,15 +158,15 @@ def _open(
     tasks: list[str] | None,
     changes: Mapping[str, object],
 ) -> tuple[OpenRun, Evaluator]:
-    """Opens a run and its evaluator, and prints which tasks do not have the split.
+    """Opens a run and an evaluator for it, and prints which tasks do not have the split.
 
-    Missing data is prepared first.
+    Missing data is prepared before the evaluator is opened.
 
     Args:
       workdir: the directory of the run.
       imports: the user's packages or files to load.
-      data_dir: the data directory. `None` is the default data directory.
-      tasks: the tasks to evaluate. `None` is all tasks of the run.
+      data_dir: the data directory. `None` means the default data directory.
+      tasks: the tasks to evaluate. `None` means all tasks of the run.
       changes: fields of the run's `Evaluation` to replace, by name.
     """
     from synthesizer_jax.base.registry import replace
@@ -199,15 +199,15 @@ def _measure(
     output: pathlib.Path | None = None,
     writes: bool = True,
 ) -> tuple[pathlib.Path, list[TaskResult], dict[str, float]]:
-    """Evaluates a checkpoint, prints its results and writes its predictions.
+    """Evaluates a checkpoint, prints the results and writes the predictions.
 
     Args:
       run: the run.
-      evaluator: the evaluation sets and how to evaluate them.
+      evaluator: the evaluator with the evaluation sets.
       step: the step of the checkpoint.
       variables: the variables of the checkpoint.
       part: whether only some tasks or examples are evaluated.
-      output: the folder for the predictions. `None` is a folder in the directory of the run.
+      output: the folder for the predictions. `None` means a folder in the directory of the run.
       writes: whether to write the predictions.
 
     Returns:
@@ -236,12 +236,13 @@ def _restore_checkpoints(
 ) -> Iterator[tuple[int, PyTree]]:
     """Yields the step and the variables of one checkpoint, or of all checkpoints.
 
-    A running training may delete checkpoints in the meantime. If `every` is true, checkpoints that
-    cannot be read are therefore skipped with a message.
+    If the run is still training, it may delete checkpoints at any time. If `every` is true, a
+    checkpoint that cannot be read is therefore skipped with a message.
 
     Args:
       run: the run.
-      step: the step of the checkpoint. `None` is the newest one. It is not used if `every` is true.
+      step: the step of the checkpoint. `None` means the newest checkpoint. The step is not used if
+        `every` is true.
       every: whether to yield all checkpoints.
 
     Raises:
@@ -254,7 +255,8 @@ def _restore_checkpoints(
         yield run.restore(step)
         return
     finished = manager.finished_steps(run.directory / "checkpoints")
-    # All processes must evaluate the same steps, so they use the list of process zero.
+    # All processes must evaluate the same steps. Every process therefore uses the list of process
+    # zero.
     steps = processes.all_gather("steps", finished)[0]
     any_restored = False
     for number in steps:
@@ -299,15 +301,15 @@ def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[st
 
 
 def _format(metrics: Mapping[str, float]) -> str:
-    """Returns names and values in one line."""
+    """Returns a line of text with the names and values of results."""
     return "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
 
 
 def _print_best_steps(results: Mapping[int, Results]) -> None:
-    """Prints the best step of every task, and two averages for each benchmark.
+    """Prints the best step of every task, and two averages of the tasks of each benchmark.
 
-    For the first average, each task is taken at its own best step, as in T5. The second average is
-    the highest average that a single step has.
+    For the first average, each task has the results of its own best step, as in T5. The second
+    average is the highest average at a single step.
     """
     from synthesizer_jax.evaluation import benchmarks
 

@@ -1,4 +1,4 @@
-"""The command `synthesizer-jax generate`."""
+"""Defines the command `synthesizer-jax generate`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def generate(
             f"--output {output_file}: There is no directory {output_file.parent}. Create it first."
         )
     if workdir is None:
-        # The first argument is the directory of the run.
+        # Without --workdir, the first argument is the directory of the run.
         if not (text and is_run(storage_path(text[0]))):
             raise ValueError(
                 "generate needs a run. Give its directory before the texts, or as --workdir RUN."
@@ -119,7 +119,7 @@ def generate(
             "predict its classes with 'synthesizer-jax predict'."
         )
 
-    # Options that are not given have the values of the recipe.
+    # If an option is not given, use the value of the recipe.
     options = {
         "beams": beams,
         "alpha": alpha,
@@ -152,14 +152,15 @@ def generate(
     )
     inputs = [predictor.encode(line) for line in lines]
 
-    # If the training had no inputs, the texts to continue take their part of the targets' row.
+    # If the model was trained without inputs, a text and its continuation share the positions of a
+    # training row.
     if max_length is None and not data.inputs_length:
         rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
 
     written = []
     for answer, score in itertools.chain.from_iterable(predictor.generate_texts(inputs)):
-        line = " ".join(answer.splitlines())  # one line of output per text
+        line = " ".join(answer.splitlines())  # prints each text in a single line
         written.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
     if output_file is None:
         typer.echo("".join(written), nl=False)
@@ -171,7 +172,7 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
     """Returns the inputs from the command line, from a file or from stdin.
 
     Raises:
-      ValueError: inputs are given twice, or there are none.
+      ValueError: inputs are given in two ways, or not at all.
     """
     if text and input_file is not None:
         raise ValueError("Give inputs either as arguments or with --input, not both.")

@@ -1,4 +1,4 @@
-"""The command `inspect`, which writes a page about what the layers of a model have learned."""
+"""Defines the command `inspect`, which writes a page about what a model has learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program `synthesizer-jax`: the table of its commands, and how it ends and reports errors."""
+"""Implements the program `synthesizer-jax` with all commands and the report of errors."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ DATA_COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 END_SECONDS = 60.0
-"""How many seconds the threads of libraries have to end after the command."""
+"""The number of seconds after a command in which the threads of libraries must end."""
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
-"""The environment variable that makes all errors print a traceback if it is set."""
+"""The name of an environment variable. If it is set, all errors print a traceback."""
 
 app = typer.Typer(
     name="synthesizer-jax",
@@ -78,7 +78,7 @@ app.add_typer(data_app, name="data")
 
 
 def print_version(show: bool) -> None:
-    """Prints the version and exits, if `show` is true."""
+    """Prints the version and exits if `show` is true."""
     if show:
         typer.echo(__version__)
         raise typer.Exit
@@ -98,7 +98,8 @@ def main() -> None:
 
     Threads of libraries can keep a process alive after its command has ended. The process exits at
     most `END_SECONDS` after the command even if such threads are still running. It exits at once if
-    a thread of `processes.background_thread` is running, because nobody needs its result any more.
+    a thread of `processes.background_thread` is running, because the result of such a thread is not
+    needed any more.
     """
     try:
         run()
@@ -118,18 +119,21 @@ def main() -> None:
 
 
 def run() -> None:
-    """Runs a command, and prints errors that users can cause in one line, without a traceback.
+    """Runs a command. Errors that users can cause are printed in one line without a traceback.
 
-    The exit code is 2 after such an error and 1 after any other error. If the environment variable
-    SYNTHESIZER_JAX_TRACEBACK is set, all errors are printed with a traceback, and the code is 1.
+    The exit code is 2 after an error that users can cause, and 1 after any other error. If the
+    environment variable SYNTHESIZER_JAX_TRACEBACK is set, all errors are printed with a traceback,
+    and the exit code is 1.
     """
-    # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
+    # Silence absl's logger, because SeqIO logs every split that it skips, and Orbax logs the
+    # traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.basicConfig(format="%(message)s")
     sys.unraisablehook = _report_unraisable
     enable_compilation_cache()
-    # SIGTERM becomes an exception, as Ctrl-C does, so that incomplete output is removed.
+    # Turn SIGTERM into an exception, as Python does for Ctrl-C, so that incomplete output is
+    # removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
@@ -144,7 +148,7 @@ def run() -> None:
         else:
             traceback.print_exception(error)
         code = 2 if is_known else 1
-        if "jax" in sys.modules:  # a process of a group does not wait for the others
+        if "jax" in sys.modules:  # a process must not wait for its group
             from synthesizer_jax.hosts import processes
 
             processes.exit_process(code)
@@ -154,15 +158,16 @@ def run() -> None:
 def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:
     """Reports an error that Python cannot raise, such as one in a destructor.
 
-    One error is not reported: libraries raise "Event loop is closed" if an asynchronous write is
-    still under way when the process ends after an error, which has been reported already.
+    The error "Event loop is closed" is not reported. Libraries raise this error if the process ends
+    after another error while an asynchronous write is still under way. The other error has been
+    reported already.
     """
     if str(raised.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(raised)
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Returns whether the class of an error is one that users or the file storage can cause."""
+    """Returns whether users or the file storage can cause errors of an error's class."""
     if isinstance(error, ValueError | OSError | RuntimeError | ImportError):
         return True
     tensorflow = sys.modules.get("tensorflow")
@@ -176,7 +181,7 @@ def _one_line_message(error: BaseException) -> str:
 
     The middle of a message with more than 2000 characters is left out, because such a message
     probably repeats the contents of a file. The message of a plain `RuntimeError` or `ImportError`
-    is followed by a hint how to see the traceback, because it may say little.
+    is followed by a hint how to see the traceback, because the message may say little.
     """
     if isinstance(error, ModuleNotFoundError):
         extra = _extra_of(error.name or "")
@@ -193,9 +198,11 @@ def _one_line_message(error: BaseException) -> str:
 def _extra_of(module: str) -> str | None:
     """Returns the extra of this package that installs a module, or `None` if no extra does."""
     name = module.partition(".")[0]
-    # A module may be distributed under another name, or with hyphens in the place of underscores.
+    # The name of a module's package may have hyphens instead of underscores, or be an entirely
+    # different name.
     package = {"sklearn": "scikit-learn"}.get(name, name.replace("_", "[-_]"))
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout, not installed
+    # The package has no metadata if it is not installed.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for requirement in importlib.metadata.requires("synthesizer-jax") or ():
             match = re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement)
             if match:

@@ -1,6 +1,6 @@
 """Turns functions into commands, and holds the code that several commands share.
 
-Several commands have the options that are defined here, open a run, or print a table.
+The shared code defines options, opens runs and prints tables.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
     Parameters before ``*`` become arguments of the command, and the other parameters become
     options. A string in the metadata of an annotation (``Annotated[..., "--all"]``) is the name of
-    the option. Limits in an annotation, such as those of `Count`, are checked before the function
-    is called. A path may be in a bucket (``gs://BUCKET/…``). The `Args` of the function's docstring
-    become the help texts, and the docstring before `Args` becomes the description of the command.
+    the option. If an annotation contains limits, as `Count` does, they are checked before the
+    function is called. A path may be in a bucket (``gs://BUCKET/…``). The `Args` of the function's
+    docstring become the help texts, and the docstring before `Args` becomes the description of the
+    command.
 
     Args:
       function: the function, with annotations for all parameters.
@@ -85,7 +86,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
       limits.
     """
     described, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    # Each match is the name of a parameter and its text, with the continuation lines of the text.
+    # Each match contains the name of a parameter and the text about the parameter, including
+    # continuation lines.
     texts = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*)", arguments, re.MULTILINE))
     kinds = typing.get_type_hints(function)
     hints = typing.get_type_hints(function, include_extras=True)
@@ -121,18 +123,20 @@ def _typer_parameter(
     Args:
       parameter: the parameter. If it is keyword-only, it becomes an option.
       kind: the type of the parameter.
-      metadata: the metadata of the parameter's annotation. They may contain names of the option,
-        and an object of Typer with further properties.
+      metadata: the metadata of the parameter's annotation. The metadata may contain names of the
+        option, and an object of Typer with further properties.
       text: the help text from the docstring of the function.
     """
     names = [entry for entry in metadata if isinstance(entry, str)]
     if kind is bool and parameter.default is False and not names:
-        # With a name, Typer does not add the opposite option, such as --no-quiet.
+        # Give the option a name, so that Typer does not add the opposite option, such as
+        # --no-quiet.
         names = [f"--{parameter.name.replace('_', '-')}"]
     is_option = parameter.kind is parameter.KEYWORD_ONLY
     info = typer.Option(*names) if is_option else typer.Argument()
     for entry in metadata:
-        # Several commands share the objects of this file, and each may set another help text.
+        # Copy the object, because several commands share it, and each command may set another help
+        # text.
         if isinstance(entry, ArgumentInfo | OptionInfo):
             info = copy.copy(entry)
     text = " ".join(text.split())
@@ -145,9 +149,9 @@ def _typer_parameter(
 def _to_storage_paths(path: Any) -> Any:
     """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage.
 
-    `None` and paths outside of buckets stay as they are. A list is converted entry by entry. If the
-    path is in a bucket and TensorFlow is installed, TensorFlow is imported here, because its first
-    import prints messages that must be suppressed.
+    `None` and paths outside of buckets are returned unchanged. A list is converted entry by entry.
+    If the path is in a bucket and TensorFlow is installed, this function imports TensorFlow. The
+    reason is that the first import of TensorFlow prints messages that must be suppressed.
     """
     if path is None:
         return None
@@ -162,14 +166,14 @@ def _to_storage_paths(path: Any) -> Any:
 
 
 def chosen_run(run: pathlib.Path | None, workdir: pathlib.Path | None) -> pathlib.Path:
-    """Returns the directory of the run, which a command takes as RUN or as --workdir RUN.
+    """Returns the directory of the run, which can be given as RUN or as --workdir RUN.
 
     Args:
       run: the directory that was given as an argument, or `None`.
       workdir: the directory that was given with --workdir, or `None`.
 
     Raises:
-      ValueError: neither or both are given.
+      ValueError: neither of the two directories is given, or both are given.
     """
     given = [directory for directory in (run, workdir) if directory is not None]
     if len(given) != 1:
@@ -196,7 +200,7 @@ class OpenRun(NamedTuple):
         """Returns the step and the variables of a checkpoint.
 
         Args:
-          step: the step of the checkpoint. `None` is the newest checkpoint.
+          step: the step of the checkpoint. `None` means the newest checkpoint.
         """
         from synthesizer_jax.training.initial_parameters import restore_run
 
@@ -206,7 +210,7 @@ class OpenRun(NamedTuple):
 def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
     """Opens a run, and plans how to shard its variables over all devices.
 
-    No checkpoint is read yet.
+    This function does not read any checkpoint.
 
     Args:
       directory: the directory of the run.
@@ -233,10 +237,10 @@ def print_table(
     """Prints a table.
 
     Args:
-      headings: one heading for each column.
+      headings: the heading of each column.
       rows: the texts of the cells, row by row.
       title: a title above the table.
-      left: the number of columns that are aligned left. The columns after them are aligned right.
+      left: the number of columns that are aligned left. All following columns are aligned right.
     """
     from rich.console import Console
     from rich.table import Table
@@ -247,7 +251,8 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False, highlight=False)
-    # Pipes and files have no width. A large one keeps the rows of a table on single lines.
+    # Pipes and files have no width. Set a large width, so that each row of the table stays on one
+    # line.
     if not console.is_terminal:
         console.width = 160
     console.print(table)

@@ -1,4 +1,4 @@
-"""The commands `recipes` and `models`, which list them, and `plan`, which estimates costs."""
+"""Defines the commands `recipes`, `models` and `plan`, which list recipes and estimate costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recipes(
 
     kinds = (Experiment, Distillation)
     recipe, _ = load_with_code(name, overrides or (), kinds=kinds, imports=imports or ())
-    # The many fields of the model come last.
+    # Show the fields of the model last, because there are many.
     fields = sorted(settings(recipe), key=lambda field: field.path.startswith("model"))
     typer.echo(f"{name} returns this {type(recipe).__name__}. Change it with --set path=value.")
     assignments = [f"{field.path}={field.value}" for field in fields]
@@ -69,17 +69,18 @@ def recipes(
 
 
 def known_costs() -> dict[str, dict[str, Any]]:
-    """Returns the costs of all named models from a file, so that JAX need not be imported.
+    """Returns the costs of all named models, read from a file so that JAX need not be imported.
 
     Returns:
-      A dictionary with the costs of each model by the names of their columns, by the model's name.
+      A dictionary by the models' names. Each value is a dictionary of costs by the names of
+      columns.
     """
     file = importlib.resources.files("synthesizer_jax") / "costs" / "zoo.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names of models that begin with a string, for the completion in a shell."""
+    """Returns the names of models that begin with a string, for completion in a shell."""
     return [name for name in known_costs() if name.startswith(incomplete)]
 
 
@@ -150,8 +151,9 @@ def plan(
     from synthesizer_jax.training.plan import UTILIZATION, advise, make_plan
 
     chosen = chips.parse_topology(topology, slices)
-    jax.config.update("jax_platforms", "cpu")  # an installed plugin would search for its chips
-    # Without the chips, programs compiled for them cannot be read from the cache.
+    jax.config.update("jax_platforms", "cpu")  # an installed plugin would search for chips
+    # Disable the cache, because a program for chips that this machine lacks cannot be read from the
+    # cache.
     jax.config.update("jax_enable_compilation_cache", False)
     if (pathlib.Path(recipe) / "config.json").is_file():
         from synthesizer_jax.pretrained.convert import experiment_of
@@ -183,7 +185,7 @@ def plan(
 
 
 def _print_plan(plan: MemoryPlan) -> None:
-    """Prints the mesh, the memory that one device needs in GiB, and the FLOPs of a step."""
+    """Prints the mesh, the memory in GiB that each device needs, and the FLOPs of a step."""
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
@@ -218,13 +220,13 @@ def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
 
 
 def changed_settings(experiment: Experiment, changed: Experiment) -> list[str]:
-    """Returns the assignments for ``--set`` that turn one experiment into another.
+    """Returns the assignments for ``--set`` that turn one experiment into another experiment.
 
-    Only plain fields are compared, which are those without fields of their own.
+    Only fields with plain values are compared. A value is plain if it has no fields.
 
     Args:
       experiment: the experiment to change.
-      changed: the experiment with the new values. It has the same fields.
+      changed: the experiment with the new values. Both experiments must have the same fields.
     """
     before = {row.path: row.value for row in settings(experiment)}
     return [

@@ -60,12 +60,12 @@ OTHER_NAMES = {
     "max_grad_norm": "training.optimizer.clip_norm",
     "per_device_train_batch_size": "data.batch_size",
 }
-"""Names that other libraries give to settings, and what an error suggests to write instead."""
+"""Maps names of settings in other libraries to the paths that an error message suggests."""
 
 MOST_CHOICES = 16
-"""An error lists the classes that a field may have if they are at most this many.
+"""The largest number of allowed classes of a field that an error message lists.
 
-A field that may be any module has too many.
+For example, a field that may be any module has too many allowed classes.
 """
 
 Kind = TypeVar("Kind")
@@ -74,10 +74,10 @@ Kind = TypeVar("Kind")
 _Object = TypeVar("_Object")
 
 PACKAGE = "synthesizer_jax.recipes"
-"""The folder ``configs/``, which is installed under this name."""
+"""The name of the package as which the folder ``configs/`` is installed."""
 
 WORDS = {"none": None, "true": True, "false": False}
-"""Words that `parse_text` reads in upper and lower case, besides JSON and Python."""
+"""Maps words to values. `parse_text` accepts the words in upper case and in lower case."""
 
 
 def load_recipe(
@@ -104,9 +104,9 @@ def load_with_code(
     Args:
       name: ``MODULE[:FUNCTION[:ARGUMENT…]]`` or the directory of a run. The module is a Python
         file, one of the recipes in this package, or a module of your own package
-        (``my_package.recipes``). Without a function, `default` is called. The function gets the
-        arguments. For a directory, the result is the experiment of the run, and it starts from the
-        parameters of the run.
+        (``my_package.recipes``). If no function is given, `default` is called. The arguments are
+        passed to the function. For a directory, the result is the experiment of the run, changed so
+        that it starts from the parameters of the run.
       overrides: assignments such as ``training.steps=200``.
       kinds: the classes that the recipe may return.
       imports: packages or files to import first.
@@ -116,7 +116,7 @@ def load_with_code(
       with a run.
 
     Raises:
-      ValueError: there is no such recipe or field, or a value is not allowed.
+      ValueError: the recipe or a field does not exist, or a value is not allowed.
     """
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.run_directory import start_from_run
@@ -143,7 +143,7 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
     A recipe of this package needs no recorded code.
 
     Raises:
-      ValueError: there is no such module.
+      ValueError: the module does not exist.
     """
     from synthesizer_jax.runs import code
 
@@ -166,11 +166,11 @@ def _call(module: ModuleType, call: str) -> object:
 
     Args:
       module: the module.
-      call: ``FUNCTION[:ARGUMENT…]``. An argument stays a text if its annotation allows that text.
-        Otherwise it is converted by `parse_text`.
+      call: ``FUNCTION[:ARGUMENT…]``. An argument stays a text if the annotation of the parameter
+        allows the text. Otherwise, `parse_text` converts the argument.
 
     Raises:
-      ValueError: there is no such function, or it does not allow these arguments.
+      ValueError: the function does not exist, or does not allow these arguments.
     """
     from synthesizer_jax.runs.code import convert_errors
 
@@ -233,7 +233,7 @@ def list_recipes() -> list[dict[str, str]]:
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Returns the packaged recipes, their functions, and the files that begin with a string."""
+    """Returns the packaged recipes, functions of recipes, and files that begin with a string."""
     if ":" in incomplete:
         names = [row["recipe"] for row in list_recipes()]
     else:
@@ -248,10 +248,10 @@ class Setting:
 
     Attributes:
       path: the path of the field, such as ``training.optimizer.learning_rate.warmup_steps``.
-      type: the annotated type, followed by its limits if it has some.
-      value: the current value in the form in which it is typed after ``--set path=``. An object
-        with fields is shown as the name of its class.
-      default: the default value in the same form, or `None` if the field has no default.
+      type: the annotated type, followed by the limits of the type if there are any.
+      value: the current value, as it is written after ``--set path=``. An object with fields is
+        shown as the name of its class.
+      default: the default value in the same form as `value`, or `None` if the field has no default.
       leaf: whether the value is plain, which means that it has no fields.
     """
 
@@ -267,7 +267,7 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
 
     Args:
       obj: a Flax module or dataclass.
-      path: the path of the object in the experiment. It is empty for the experiment itself.
+      path: the path of the object in the experiment. The path of the experiment itself is empty.
     """
     cls: Any = type(obj)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}
@@ -287,9 +287,10 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
 
 
 def _nested_objects(value: object, path: str) -> Iterator[tuple[object, str]]:
-    """Yields the objects with fields in a value, and their paths.
+    """Yields the objects with fields in a value, and the path of each object.
 
-    They are the value itself, or entries of it if it is a tuple.
+    If the value is a tuple, the objects are entries of the tuple. Otherwise, the object is the
+    value.
     """
     if isinstance(value, tuple):
         for i, entry in enumerate(value):
@@ -306,7 +307,7 @@ def _format_setting(value: object) -> str:
         return f"({', '.join(map(_format_setting, value))})"
     try:
         text = json.dumps(to_json(value))
-    except ValueError:  # a function, which JSON cannot hold
+    except ValueError:  # the value is a function, which JSON cannot represent
         return format_value(value)
     if isinstance(value, str) and parse_text(value) == value:
         return value
@@ -316,8 +317,8 @@ def _format_setting(value: object) -> str:
 def parse_text(text: str) -> JSON:
     """Returns the value that a text on the command line means.
 
-    It is read as JSON, as a literal of Python or as a word of `WORDS`, whichever is possible first.
-    If none is, the value is the text itself.
+    The text is read as JSON, as a literal of Python or as a word of `WORDS`. The first of these
+    forms that fits the text is used. If no form fits, the value is the text itself.
     """
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -334,16 +335,18 @@ def override(obj: _Object, *assignments: str) -> _Object:
 
     Args:
       obj: an experiment, or any registered object inside it.
-      assignments: each consists of a path and a value. In a path, dots separate the names of
-        fields, and numbers are indices of tuples. A value is JSON or a literal of Python, and must
-        fit the type of the field. A model may be given by its name in `ZOO` and then has the dtype
-        ``auto``. An objective may be given by its name in `OBJECTIVES`. Any object may be given by
-        the name of its class, or as JSON with the name of its class as ``type``.
+      assignments: the assignments, each of which consists of a path and a value. In a path, dots
+        separate the names of fields, and numbers are indices of tuples. A value is JSON or a
+        literal of Python, and must fit the type of the field. A model may be given by its name in
+        `ZOO`, and then has the dtype ``auto``. An objective may be given by its name in
+        `OBJECTIVES`. Any object may be given by the name of its class, or as JSON whose entry
+        ``type`` is the name of its class.
 
     Raises:
       ValueError: a field is unknown, or a value does not fit. The message suggests what to write.
     """
-    # A tree of changes: the keys are the parts of the paths, and the key None holds a new value.
+    # `changes` is a tree of changes. The keys are the parts of the paths. The key None contains the
+    # new value of a path.
     changes: dict[str | None, Any] = {}
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -358,11 +361,11 @@ def override(obj: _Object, *assignments: str) -> _Object:
 
 
 def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path: str) -> object:
-    """Returns the value of a field after changes, which may be changes of its own fields.
+    """Returns the value of a field after changes of the field, or of fields inside its value.
 
     Args:
       changes: a tree of changes; see `override`.
-      value: the value of the field before.
+      value: the value of the field before the changes.
       kind: the annotated type of the field.
       path: the path of the field, for error messages.
     """
@@ -370,7 +373,8 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
         value = _parse_value(changes.pop(None), kind, path)
     if not changes:
         return value
-    # Fields or entries of the value by name or index, and the types of fields.
+    # `entries` contains the fields or entries of the value by name or index, and `kinds` contains
+    # the types of the fields.
     entries: dict[str, object] = {}
     kinds: dict[str, Annotation] = {}
     if isinstance(value, tuple):
@@ -389,11 +393,11 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
 
 
 def _unknown_field(value: object, name: str, path: str) -> str:
-    """Returns the error about a name that is no field of a value, and what to use instead.
+    """Returns the error message about a name that is no field of a value, with a suggestion.
 
     Args:
       value: an object with fields, a tuple, or a plain value.
-      name: the name, or the index of a tuple's entry.
+      name: the name of a field, or the index of a tuple's entry.
       path: the path of the value.
     """
     problem = f"--set {child_path(path, name)}: "
@@ -402,7 +406,7 @@ def _unknown_field(value: object, name: str, path: str) -> str:
     if not is_config(value):
         return f"{problem}{name!r} is inside a plain value, which has no fields."
     problem += f"{type(value).__name__} has no field {name!r}"
-    # Fields of that name that are deeper in the object.
+    # Find fields with the same name in objects inside the value.
     deeper = [field.path for field in settings(value, path) if field.path.endswith(f".{name}")]
     if deeper:
         return f"{problem}. Use {' or '.join(deeper[:3])}."
@@ -451,7 +455,7 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
 
 
 def _allows_class(options: Sequence[Annotation], base: type) -> bool:
-    """Returns whether one of some types is a class or a subclass of it."""
+    """Returns whether one of several types is a given class or a subclass of the class."""
     return any(isinstance(option, type) and issubclass(option, base) for option in options)
 
 
@@ -459,14 +463,14 @@ def _look_up(name: str, table: Mapping[str, Any], noun: str, path: str, remedy: 
     """Returns an entry of a table by its name.
 
     Args:
-      name: the name.
+      name: the name of the entry.
       table: the entries by name.
-      noun: what the entries are, for the message.
-      path: the path of the field, for the message.
-      remedy: the last sentence of the message.
+      noun: a noun for the entries, for the error message.
+      path: the path of the field, for the error message.
+      remedy: the last sentence of the error message.
 
     Raises:
-      ValueError: there is no such entry.
+      ValueError: the table has no entry with this name.
     """
     if name not in table:
         hint = did_you_mean(name, table) or "."

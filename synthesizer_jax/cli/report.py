@@ -1,4 +1,4 @@
-"""The commands `compare` and `report`, which write pages about runs."""
+"""Defines the commands `compare` and `report`, which write pages about runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `train`, `distill` and `quickstart`."""
+"""Defines the commands `train`, `distill` and `quickstart`."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def distill(
 
     processes.start_group()
     user_code = code.load_user_code(imports or ())
-    code.require_code(
-        run_of(teacher)
-    )  # before the recipe, which may define newer versions of its classes
+    # Load the teacher's code before the recipe, because the recipe may define newer versions of the
+    # same classes.
+    code.require_code(run_of(teacher))
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
     distill_run(
         distillation,

@@ -1,1 +1,1 @@
-"""Evaluation of models: predictions, metrics for each task, averages, and files of results."""
+"""Evaluates models by predictions, metrics of tasks and averages, and writes the results."""

@@ -1,7 +1,7 @@
-"""GLUE and SuperGLUE: averages of their metrics, and files for their leaderboards.
+"""Computes averages of GLUE's and SuperGLUE's metrics, and writes files for the leaderboards.
 
-The files are made from predictions for the test splits. In an average, every group of tasks has the
-same weight.
+The files for the leaderboards are made from predictions for the test splits. In an average, every
+group of tasks has the same weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.task import Task
 
 Results = Mapping[str, Mapping[str, float]]
-"""The metrics of each task, by the name of the task."""
+"""Maps the name of each task to the metrics of the task."""
 
 BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "GLUE": (
@@ -34,7 +34,7 @@ BENCHMARKS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("super_glue_wsc_v102_simple_eval",),
     ),
 }
-"""The groups of tasks of each benchmark. GLUE's average does not include WNLI and AX."""
+"""Maps each benchmark to its groups of tasks. GLUE's average does not include WNLI and AX."""
 
 _GLUE = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "QNLI", "RTE", "WNLI", "AX")
 _SUPER_GLUE = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "AX-b", "AX-g")
@@ -48,13 +48,13 @@ FILES = {
     },
     "super_glue/wsc.fixed": "super_glue/WSC.jsonl",
 }
-"""The leaderboard file of each data set."""
+"""Maps each data set to the name of its leaderboard file."""
 
 WORDS = frozenset(["MNLI-m", "MNLI-mm", "QNLI", "RTE", "AX", "BoolQ", "CB", "WiC", "AX-b", "AX-g"])
-"""The files that contain label words. The others contain integers, numbers or text."""
+"""The leaderboard files that contain label words instead of integers, numbers or text."""
 
 LOWER = frozenset(["BoolQ", "WiC"])
-"""The files whose label words are in lower case."""
+"""The leaderboard files whose label words are in lower case."""
 
 
 def averages(results: Results) -> dict[str, float]:
@@ -64,7 +64,7 @@ def averages(results: Results) -> dict[str, float]:
 
 
 def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
-    """Returns the average of all groups, each at its own best step.
+    """Returns the average of all groups, where each group has its value at the group's best step.
 
     Returns `None` if no step has results of all tasks.
 
@@ -79,9 +79,10 @@ def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None
 
 
 def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[int, float] | None:
-    """Returns the step with the highest average, and that average.
+    """Returns the step with the highest average, and the average at this step.
 
-    Returns `None` if no step has results of all tasks. Of several equal steps, it takes the first.
+    Returns `None` if no step has results of all tasks. If several steps have the highest average,
+    the function returns the first of these steps.
 
     Args:
       by_step: the results of each evaluated step.
@@ -98,7 +99,7 @@ def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[in
 def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
     """Returns, for every task, the step with the highest mean of its metrics.
 
-    Of several equal steps, it takes the first.
+    If several steps have the highest mean, the function returns the first of these steps.
     """
     means: dict[str, dict[int, float]] = {}
     for step, results in sorted(by_step.items()):
@@ -111,8 +112,8 @@ def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
 def _group_means(results: Results, benchmark: str) -> list[float]:
     """Returns the mean of every group.
 
-    A task counts with the mean of its metrics, and a group with the mean of its tasks. The list is
-    empty if a task has no results.
+    The value of a task is the mean of its metrics, and the value of a group is the mean of its
+    tasks. The list is empty if a task has no results.
     """
     groups = BENCHMARKS[benchmark]
     if not all(results.get(task) for group in groups for task in group):
@@ -121,9 +122,9 @@ def _group_means(results: Results, benchmark: str) -> list[float]:
 
 
 def _best(values: Mapping[int, float]) -> int:
-    """Returns the step with the highest value, or the first of several equal ones.
+    """Returns the step with the highest value, or the first step if several values are equal.
 
-    NaN is less than any number.
+    NaN counts as less than any number.
     """
     return max(values, key=lambda step: (not math.isnan(values[step]), values[step]))
 
@@ -139,19 +140,20 @@ def write_submission(
     """Writes ``DIRECTORY/glue/*.tsv`` and ``DIRECTORY/super_glue/*.jsonl``, each file atomically.
 
     A leaderboard accepts only valid labels. If a prediction is not one of the labels, the first
-    label is written. If it is not a similarity score, 0 is written. Similarity scores are clipped
-    to the range from 0 to 5.
+    label is written. If a prediction should be a similarity score but is not a number, 0 is
+    written. Similarity scores are clipped to the range from 0 to 5.
 
     Args:
       directory: the directory, which is created if it does not exist.
-      answers: evaluation sets of whole splits, and the predictions for them. Tasks that belong to
-        neither benchmark are left out.
+      answers: pairs of an evaluation set of a whole split, and the predictions for this set. Tasks
+        that belong to neither benchmark are left out.
 
     Returns:
-      The number of invalid predictions in each file, by its path.
+      The number of invalid predictions in each file, by the path of the file.
 
     Raises:
-      ValueError: two tasks have the same file. In this case no file is written.
+      ValueError: two tasks have the same leaderboard file. If the error is raised, no file is
+        written.
     """
     texts: dict[pathlib.Path, str] = {}
     invalid: dict[pathlib.Path, int] = {}
@@ -174,7 +176,7 @@ def write_submission(
             lines = _json_lines(path.stem, indices, labels)
             texts[path] = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines)
         invalid[path] = sum(map(_is_invalid, values))
-    # The files are written only now, so that an error above leaves no incomplete submission.
+    # Write the files only here, so that an error above does not leave an incomplete submission.
     for path, text in texts.items():
         write_atomic(path, text)
     return invalid
@@ -183,15 +185,15 @@ def write_submission(
 def _is_invalid(value: Value) -> bool:
     """Returns whether a value stands for an invalid prediction.
 
-    It is −1 if the prediction is not one of the labels, and NaN or negative if it is not a
-    similarity score.
+    The value −1 stands for a prediction that is not one of the labels. A value that is NaN or
+    negative stands for a prediction that is not a similarity score.
     """
     return isinstance(value, int | float) and not value >= 0
 
 
 def _format_label(task: Task, value: Value, *, file: str) -> int | str:
     """Returns a value in the format of a file: a label word, an integer, a number or a text."""
-    if isinstance(value, str):  # only ReCoRD's answers are texts
+    if isinstance(value, str):  # only the answers to ReCoRD are texts
         return value
     if file == "STS-B":
         return f"{min(max(value, 0.0), 5.0):.3f}"
@@ -209,8 +211,9 @@ def _json_lines(
 ) -> list[dict[str, JSON]]:
     """Returns the lines of a SuperGLUE file, ``{"idx": ..., "label": ...}``.
 
-    In the file of MultiRC, a line is a passage with its questions and their answers. In the file of
-    ReCoRD, a line is a query, whose first example gives the answer.
+    In the file of MultiRC, each line is a passage with its questions, and each question has
+    answers. In the file of ReCoRD, each line is a query, and the answer is the prediction for the
+    query's first example.
     """
     nested = [index for index in indices if isinstance(index, dict)]
     if file == "ReCoRD":

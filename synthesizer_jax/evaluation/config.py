@@ -1,4 +1,4 @@
-"""The configuration of an evaluation."""
+"""Defines the configuration of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ METHODS = ("greedy", "beam", RANK := "rank")
 @register
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated during a run, and how the command `eval` decodes.
+    """Configures what is evaluated during a run, and how the command `eval` decodes.
 
-    The command `generate` uses the settings from `alpha` to `extra_length` and from
-    `repetition_penalty` to `stop_strings` too, unless it is given others.
+    The command `generate` also uses the settings from `alpha` to `extra_length` and from
+    `repetition_penalty` to `stop_strings`. Options of the command replace these settings.
 
     Attributes:
-      every: number of steps between evaluations. 0 evaluates only after the last step.
-      method: ``"rank"`` computes the probability of every label word and takes the most probable
-        one. Tasks without label words are then decoded greedily. ``"greedy"`` and ``"beam"`` decode
-        the answers to all tasks.
-      beams: number of beams of ``"beam"``.
+      every: number of steps between evaluations. With 0, the model is evaluated only after the last
+        step.
+      method: ``"rank"`` computes the probability of every label word and chooses the most probable
+        label word. Tasks without label words are decoded greedily. ``"greedy"`` and ``"beam"``
+        decode the answers to all tasks.
+      beams: number of beams if the method is ``"beam"``.
       alpha: exponent of the length penalty; see `Decoding`.
-      relative_length: limits an answer to ``relative_length`` times the tokens of its input plus
-        `extra_length`, but at most to `DataConfig.targets_length`. None means that only the latter
-        is the limit.
+      relative_length: limits an answer to ``relative_length`` times the number of input tokens plus
+        `extra_length`, but at most to `DataConfig.targets_length`. None means that only
+        `DataConfig.targets_length` limits an answer.
       extra_length: number of tokens; see `relative_length`.
       repetition_penalty: see `Decoding`.
       no_repeat_ngram_size: see `Decoding`.
@@ -39,14 +40,14 @@ class Evaluation:
         None means all examples.
       batch_size: number of examples per compiled batch.
       loss_batches: the teacher-forced loss is computed for at most this many batches of each task's
-        labeled examples. With 0 it is not computed.
-      split: the split to evaluate on.
+        labeled examples. With 0, the loss is not computed.
+      split: the split of the data sets to evaluate on.
       logits_dtype: dtype of the factors of the output projection when decoding. None means the
         model's dtype.
-      patience: the run stops after this many evaluations in a row without a better ``score`` (see
-        `Evaluator.measure`). None means that it never stops early.
-      min_improvement: a score is better if it exceeds the best previous score by more than this
-        value.
+      patience: the run stops if ``score`` has not improved for this number of evaluations in a row
+        (see `Evaluator.measure`). None means that the run never stops early.
+      min_improvement: a score counts as improved if it exceeds the best previous score by more than
+        `min_improvement`.
       save_predictions: whether a run also writes the model's answer to every example, into
         ``evaluation/STEP/TASK.jsonl``. Texts without inputs have no answers.
     """
@@ -72,7 +73,8 @@ class Evaluation:
     def decoding(self, max_length: int, **given: Any) -> Decoding:
         """Returns settings of decoding.
 
-        They are this configuration's settings, except for the beams and the dtype of the logits.
+        The returned settings are those of this configuration, except for the beams and the dtype of
+        the logits.
 
         Args:
           max_length: maximum number of decoded tokens.

@@ -1,4 +1,4 @@
-"""Evaluation sets, which are the examples of one task and split, to be predicted and scored."""
+"""Loads evaluation sets, which are the examples of one task and split with their labels."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class EvaluationSet:
     Attributes:
       task: the task.
       split: the split.
-      examples: the preprocessed rows. They have ``inputs_pretokenized`` and
-        ``targets_pretokenized``, and the token ids ``inputs`` and ``targets``, int32 with EOS.
-        Texts without inputs are never truncated.
-      vocabulary: the vocabulary of the token ids, with which metrics of SeqIO's tasks decode.
+      examples: the preprocessed rows. Each row has ``inputs_pretokenized`` and
+        ``targets_pretokenized``, and the token ids ``inputs`` and ``targets``, which are int32 and
+        end with EOS. Texts without inputs are never truncated.
+      vocabulary: the vocabulary of the token ids, with which the metrics of SeqIO's tasks decode
+        tokens.
     """
 
     task: Task
@@ -47,12 +48,12 @@ class EvaluationSet:
 
     @functools.cached_property
     def inputs(self) -> list[np.ndarray]:
-        """The token ids of the inputs."""
+        """The token ids of the inputs of every example."""
         return [row["inputs"] for row in self.examples]
 
     @functools.cached_property
     def targets(self) -> list[np.ndarray]:
-        """The token ids of the targets."""
+        """The token ids of the targets of every example."""
         return [row["targets"] for row in self.examples]
 
     @property
@@ -62,17 +63,17 @@ class EvaluationSet:
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
-        """The indices of the examples that have a label. A test split may have none."""
+        """The indices of the examples that have a label. The list may be empty for a test split."""
         return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
 
     def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
         """Returns the metrics of the task, or an empty dictionary if no example has a label.
 
-        T5's metrics are in percent.
+        The metrics of T5's tasks are in percent.
 
         Args:
-          answers: the answers to all examples, or only their texts. Answers to examples without a
-            label are ignored.
+          answers: the answers to all examples, or only the texts of the answers. Answers to
+            examples without a label are ignored.
 
         Raises:
           ValueError: the number of answers differs from the number of examples, or a metric is not
@@ -99,14 +100,14 @@ class EvaluationSet:
         return result
 
     def predicted_value(self, index: int, prediction: str) -> Value:
-        """Returns the value of a prediction for an example, which the metrics compare."""
+        """Returns the value that metrics use for a prediction for an example."""
         return self.task.postprocess(self._shown(prediction), example=self.examples[index])
 
     def _shown(self, answer: str) -> str:
-        """Returns an answer with its sentinel, if the vocabulary does not decode sentinels.
+        """Returns an answer, with a sentinel added if the vocabulary does not decode sentinels.
 
-        Vocabularies of bytes do not decode them. SeqIO strips the sentinel of all answers of such
-        tasks.
+        Vocabularies of bytes do not decode sentinels. If the targets of a task begin with a
+        sentinel, SeqIO strips the sentinel from every answer.
         """
         if self.vocabulary is None or not self.task.sentinel:
             return answer
@@ -118,13 +119,13 @@ class EvaluationSet:
         """Returns a JSON record of an example and its prediction.
 
         ``idx`` is the index of the example in the original file, or the index of the stored row if
-        the file has none. ``target`` is None if it is hidden. If the metrics compare numbers, the
-        record also has ``label``, the number of the prediction, which is −1 if it is not one of the
-        labels. It then has ``target_label`` too, the number of the target.
+        the file has none. ``target`` is None if the target is hidden. If the metrics compare
+        numbers, the record also contains the numbers ``label`` of the prediction and
+        ``target_label`` of the target. ``label`` is −1 if the prediction is not one of the labels.
 
         Args:
           index: the index of the example.
-          prediction: the prediction, or None if there is none.
+          prediction: the prediction, or None if the example has no prediction.
         """
         example = self.examples[index]
         target = None
@@ -144,12 +145,12 @@ class EvaluationSet:
         target_label: Value | None = None
         if target is not None:
             target_label = self.task.postprocess(target, example=example, is_target=True)
-        if isinstance(target_label, Mapping):  # MultiRC's labels also hold their question
+        if isinstance(target_label, Mapping):  # a label of MultiRC also contains the question
             target_label = target_label["value"]
         return result | {"label": label, "target_label": target_label}
 
     def labeled_part(self, count: int) -> EvaluationSet:
-        """Returns at most `count` of the labeled examples, evenly spaced."""
+        """Returns at most `count` labeled examples, which are evenly spaced in the set."""
         chosen = evenly_spaced(self.labeled, count)
         return dataclasses.replace(self, examples=[self.examples[i] for i in chosen])
 
@@ -166,27 +167,27 @@ def load_evaluation_set(
 ) -> EvaluationSet:
     """Reads the prepared examples of a task and split.
 
-    If the task is a text and the training objective makes inputs, as span corruption does, the
-    examples are made by this objective from the whole split. The noise is the same in every call.
-    Otherwise the examples of texts are the whole texts.
+    A task of texts has no inputs. If the training objective makes inputs from texts, as span
+    corruption does, the objective makes the examples from the whole split. The noise of the
+    objective is the same in every call. With other objectives, each example is a whole text.
 
     Args:
       name: the name of the task.
       split: the split.
-      prepared: data directory and vocabulary.
+      prepared: the data directory and the vocabulary.
       lengths: maximum lengths of ``inputs`` and ``targets``, including EOS. Texts without inputs
         are not truncated.
-      max_examples: reading ends with the group of rows that reaches this number. A group is a
-        question of MultiRC, a query of ReCoRD, a pair of AX-g, or a single row of any other task.
+      max_examples: reading ends with the group of rows that reaches this number of rows. A group is
+        a question of MultiRC, a query of ReCoRD, a pair of AX-g, or a single row of any other task.
         None means all rows.
-      objective: the objective by which texts without inputs are trained. None means that the texts
-        are targets.
+      objective: the objective by which the model is trained on texts without inputs. None means
+        that the texts are targets.
       ids: the special ids of the model.
 
     Raises:
       FileNotFoundError: the split is not prepared for evaluation.
-      ValueError: the files of the split are damaged, or it has inputs but the length of inputs is
-        0.
+      ValueError: the files of the split are damaged, or the split has inputs but the length of
+        inputs is 0.
     """
     task = task_registry.find_task(name)
     is_made = task.is_text and objective is not None and objective.makes_inputs
@@ -217,8 +218,8 @@ def _stored_rows(task: Task, examples: PreparedExamples, max_examples: int | Non
       examples: the prepared split.
       max_examples: see `load_evaluation_set`.
     """
-    # TFDS stores rows in a random order. The rows of this package's tasks are therefore sorted
-    # below, for which all of them must be read. Texts have no indices to sort them by.
+    # TFDS stores rows in a random order, so the rows of this package's tasks are sorted below.
+    # Sorting needs all rows of a split. Texts are not sorted, because they have no indices.
     is_sorted = task.name in task_registry.TASKS
     reads_all = is_sorted and not task.is_text
     stored = examples.rows(None if reads_all else max_examples)
@@ -227,12 +228,13 @@ def _stored_rows(task: Task, examples: PreparedExamples, max_examples: int | Non
         for row, (inputs, targets) in zip(stored, iter(examples), strict=False)
     ]
     if is_sorted:
-        # In the order of the original file, the rows of a group follow one another.
+        # Sort the rows by their order in the original file, in which the rows of a group are
+        # adjacent.
         rows.sort(key=lambda row: tuple(_indices(row).values()))
     if max_examples is None:
         return rows
 
-    # The last group is completed, because metrics need whole groups.
+    # Extend the rows to the end of the last group, because metrics need whole groups.
     groups = metric_groups(task, rows)
     end = max_examples
     while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
@@ -243,7 +245,7 @@ def _stored_rows(task: Task, examples: PreparedExamples, max_examples: int | Non
 def _made_rows(
     documents: PreparedExamples, objective: Objective, form: ExampleFormat, vocabulary: Vocabulary
 ) -> Iterator[Example]:
-    """Yields the examples that an objective makes from texts in one epoch, in their order."""
+    """Yields the examples that an objective makes from texts in one epoch, in order."""
     seed = np.random.SeedSequence(0)
     stream = SegmentStream(documents, objective, form, shard=(0, 1), seed=seed, shuffle=False)
     while True:
@@ -258,8 +260,8 @@ def _made_rows(
 def original_index(row: Example, index: int) -> int | dict[str, int]:
     """Returns the ``idx`` of a row as JSON, or `index` if the row has none.
 
-    It is an integer, or a dictionary of integers, for example of a paragraph, a question and an
-    answer.
+    The ``idx`` is an integer or a dictionary of integers. For example, the dictionary may contain
+    the indices of a paragraph, a question and an answer.
     """
     indices = _indices(row)
     if "idx" in indices:
@@ -268,10 +270,10 @@ def original_index(row: Example, index: int) -> int | dict[str, int]:
 
 
 def _indices(row: Example) -> dict[str, int]:
-    """Returns the indices of a row in the original file, by their names."""
+    """Returns the indices of a row in the original file, by the names of the indices."""
     parts = ("paragraph", "passage", "question", "query", "answer")
     names = [name for name in ("idx", *(f"idx/{part}" for part in parts)) if name in row]
-    # Only integers are indices. Data sets of users may use these names for other values.
+    # Keep only integers, because data sets of users may use the same names for other values.
     return {name: int(row[name]) for name in names if np.asarray(row[name]).dtype.kind in "iu"}
 
 
@@ -293,7 +295,7 @@ def metric_groups(task: Task, rows: Sequence[Example]) -> list[tuple[int, ...]]:
 
 
 def evenly_spaced(rows: Sequence[T], count: int) -> list[T]:
-    """Returns at most `count` of the rows, evenly spaced."""
+    """Returns at most `count` rows, which are evenly spaced in the list."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
@@ -301,7 +303,7 @@ def evenly_spaced(rows: Sequence[T], count: int) -> list[T]:
 def evaluation_tasks(
     mixture: str, prepared: PreparedTasks, split: str = "validation"
 ) -> list[tuple[str, str]]:
-    """Returns the pairs of task and split on which a mixture is evaluated; see `task_splits`."""
+    """Returns pairs of a task and a split, on which a mixture is evaluated; see `task_splits`."""
     names = [n for n in prepared.rates(mixture) or {} if n in task_registry.member_names(mixture)]
     parts = (split, f"{split}_matched", f"{split}_mismatched")
     splits = {name: [part for part in parts if prepared.find(name, part)] for name in names}
@@ -311,22 +313,22 @@ def evaluation_tasks(
 def loss_weight(rates: Mapping[str, float], task: str) -> float:
     """Returns the weight of a task in the held-out loss.
 
-    It is the rate of the task in the mixture. If the task measures another task that was trained,
-    it is a share of that task's rate.
+    The weight of a trained task is the rate of the task in the mixture. If the task is not trained
+    but measures a trained task, the weight is a share of the trained task's rate.
     """
     trained, part = STANDS_FOR.get(task, (task, 0.0))
     return rates.get(task) or part * rates.get(trained, 0.0)
 
 
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
-    """Returns the best losses that are possible without reading the inputs, in nats per example.
+    """Returns the lowest losses, in nats per example, of models that do not read the inputs.
 
-    They are entropies of the targets. ``per_task`` is the weighted mean over tasks of the entropy
-    of their targets, for a model that knows the task. ``joint`` is the entropy of the targets of
-    all tasks together, weighted in the same way.
+    The losses are entropies of the targets. ``per_task`` is the weighted mean over tasks of the
+    entropy of a task's targets, which is the lowest loss of a model that knows the task. ``joint``
+    is the entropy of the targets of all tasks together, with the same weights of the tasks.
 
     Args:
-      sets: evaluation sets of tasks with label words, and their weights.
+      sets: evaluation sets of tasks with label words, and the weight of each set.
     """
     total = sum(weight for _, weight in sets)
     per_task = 0.0

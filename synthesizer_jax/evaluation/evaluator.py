@@ -1,4 +1,4 @@
-"""The evaluation of a run, which measures the held-out loss and the metrics of every task."""
+"""Evaluates a run by the held-out loss and the metrics of every task."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Evaluator:
 
     Args:
       model: the configured, unbound model.
-      data: the data on which it was trained.
-      evaluation: what to measure.
-      prepared: where the examples are stored.
+      data: the configuration of the data on which the model was trained.
+      evaluation: the configuration of what to measure.
+      prepared: the data directory and the vocabulary of the prepared examples.
       only: names of the tasks to evaluate. The name of a trained task also stands for the tasks
         that measure it. None means all tasks.
 
@@ -60,7 +60,8 @@ class Evaluator:
         self.vocabulary = prepared.vocabulary
         mixture, split = data.mixture, evaluation.split
         members = task_registry.member_names(mixture)
-        # A user may name a task or the trained task that it measures, so all of these names count.
+        # Collect the names of evaluated tasks and of the trained tasks that they measure, because
+        # `only` may contain both kinds of names.
         measures = {
             pair: names_of_split(*pair)
             for pair in evaluation_sets.evaluation_tasks(mixture, prepared, split)
@@ -108,15 +109,16 @@ class Evaluator:
         """Returns the results of every task, and the results over all tasks.
 
         The results over all tasks are ``score``, the losses and the averages of benchmarks.
-        ``score`` decides which checkpoints are kept and when a run stops early. It is the mean over
-        tasks of the mean of their metrics. If no task has a metric, for example because all of them
-        are texts, it is −``loss``. The measures of texts do not enter the mean, because they are
-        lower for a better model and are not percentages.
+        ``score`` decides which checkpoints are kept and when a run stops early. The score is the
+        mean over tasks of the mean of each task's metrics. If no task has a metric, for example
+        because all tasks are texts, the score is −``loss``. The measures of texts do not count for
+        the mean, because they are lower for a better model and are not percentages.
 
         Args:
           variables: the variables of the model.
           mesh: the mesh that shards the variables and the examples; see `Predictor`.
-          phase: is called with the name and the size of every task, to report progress.
+          phase: a function that is called with the name and the size of every task, to report
+            progress.
         """
         data, evaluation = self.data, self.evaluation
         predictor = Predictor(
@@ -146,8 +148,9 @@ class Evaluator:
         """Returns the teacher-forced loss of labeled examples, weighted by the mixture's rates.
 
         ``loss`` is in nats per target token, over all tasks. ``label_loss`` is in nats per example,
-        over tasks with label words. Compare it with ``label_prior_entropy`` (given the task) and
-        ``joint_label_prior_entropy``. These are the losses of a model that does not read the input.
+        over tasks with label words. Compare ``label_loss`` with the losses of a model that does not
+        read the input: ``label_prior_entropy`` for a model that knows the task, and
+        ``joint_label_prior_entropy`` for a model that does not.
         """
         weighted = zip(self.loss_sets, self.weights, results, strict=True)
         chosen = [(s, w, r.loss) for s, w, r in weighted if w and r.loss is not None]
@@ -170,7 +173,7 @@ class Evaluator:
 def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
     """Raises a `ValueError` if a masked language model would have to answer a task.
 
-    The error names the first task that does not consist of masked tokens.
+    The message names the first task whose targets are not masked tokens.
     """
     if not (isinstance(model, Encoder) and model.masked_lm):
         return

@@ -1,4 +1,4 @@
-"""Predictions for a list of tokenized inputs.
+"""Predicts texts for a list of tokenized inputs.
 
 Inputs of similar length share a batch, so that few programs are compiled. The predictions are in
 the order of the inputs.
@@ -42,16 +42,17 @@ from synthesizer_jax.sharding import (
 )
 
 CHOICES, CHOICE_LENGTH = 4, 8
-"""The number of label words and the number of their tokens are padded to multiples of these.
+"""The numbers of label words and of tokens in a label word are padded to multiples of these.
 
-Tasks with different label words can then share a compiled program.
+With this padding, tasks with different label words can share a compiled program.
 """
 
 LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
-"""The lengths of compiled batches if inputs have up to 512 tokens.
+"""The lengths of compiled batches if inputs have at most 512 tokens.
 
-For other maximum lengths they change in proportion. Ranking has more lengths because most tasks use
-it. GLUE and SuperGLUE together need eight programs, and four more for the loss.
+For other maximum lengths of inputs, the lengths of batches change in proportion. Ranking has more
+lengths than decoding, because most tasks use ranking. GLUE and SuperGLUE together need eight
+programs for predictions, and four more programs for the loss.
 """
 
 
@@ -60,7 +61,7 @@ class Generated(NamedTuple):
 
     Attributes:
       text: the text.
-      score: its log-probability in nats; see `Sequences.scores`.
+      score: the log-probability of the text in nats; see `Sequences.scores`.
     """
 
     text: str
@@ -73,9 +74,9 @@ class Predictions(NamedTuple):
     Attributes:
       texts: the answers.
       scores: ``[n]`` log-probabilities of the answers in nats, including EOS.
-      ranked: ``[n, words]`` log-probabilities of all label words, if they were ranked.
+      ranked: ``[n, words]`` log-probabilities of all label words, if the answers were ranked.
       words: the label words that were ranked.
-      tokens: the token ids of the answers before EOS, if they were decoded.
+      tokens: the token ids of the answers before EOS, if the answers were decoded.
     """
 
     texts: list[str]
@@ -90,22 +91,22 @@ class Predictor:
 
     Args:
       model: an unbound model.
-      variables: its variables, on any devices.
+      variables: the variables of the model, on any devices.
       vocabulary: maps text to ids and back.
-      inputs_length: inputs are truncated to this many tokens. With 0 there are no inputs. A
-        `LanguageModel` then continues the texts that it is given.
+      inputs_length: inputs are truncated to this many tokens. With 0, there are no inputs, and a
+        `LanguageModel` continues the given texts.
       row_length: number of tokens in a training row, which holds a text to continue and its
-        continuation. Texts are not padded beyond it, because a model may have no more positions.
-        None means that it is not known.
-      decoding: how texts are decoded. If there are several sequences per input, only
-        `generate_texts` returns more than the first.
+        continuation. Texts are not padded beyond this number, because a model may have no more
+        positions. None means that the number is not known.
+      decoding: the settings of decoding. If the settings ask for several sequences per input,
+        `generate_texts` returns all sequences, and other methods return only the first.
       ranks: whether label words are scored for tasks that have them, instead of decoding an answer.
-      classes: the label words that the outputs of an `Encoder` stand for. An encoder has no other
-        answers; see `DataConfig.classes`.
+      classes: the label words that the outputs of an `Encoder` stand for. An encoder can answer
+        only with these words; see `DataConfig.classes`.
       batch_size: number of rows in a compiled batch.
       mesh: the mesh that shards the variables and the inputs. Batches are padded to a multiple of
-        its devices. If there are several processes, each passes all inputs and gets all answers.
-        None means one device.
+        the number of devices. If there are several processes, each process passes all inputs and
+        gets all answers. None means one device.
 
     Attributes:
       advance: a function that is called with the number of inputs after every batch, to report
@@ -135,14 +136,15 @@ class Predictor:
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         self._num_shards = 1 if self.mesh is None else batch_shards(self.mesh)
         self.advance: Callable[[int], object] = lambda _: None
-        # Each shard of the mesh gets the same number of rows.
+        # Round up the batch size, so that each shard of the mesh gets the same number of rows.
         self.batch_size = -(-batch_size // self._num_shards) * self._num_shards
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of an input, truncated to `inputs_length`.
 
-        The first and last ids are those of `Vocabulary.around_inputs`. If `inputs_length` is 0, the
-        result is the ids of a text to continue, which is neither truncated nor ended by EOS.
+        `Vocabulary.around_inputs` defines the first and last ids. If `inputs_length` is 0, the
+        input is a text to continue. The ids of a text to continue are neither truncated nor
+        followed by EOS.
         """
         ids = self.vocabulary.encode(text)
         if self.inputs_length:
@@ -176,7 +178,7 @@ class Predictor:
         return Predictions(texts, scores, tokens=tokens)
 
     def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
-        """Returns `Decoding.samples` texts for each input, the best of the beams first.
+        """Returns `Decoding.samples` texts for each input. The best beam of an input comes first.
 
         The samples of an input depend on its position among the inputs, but not on `batch_size` or
         `mesh`.
@@ -201,14 +203,15 @@ class Predictor:
 
         Args:
           inputs: token ids with EOS.
-          mask: returns the mask of a batch of tokens. See `encode_tokens`, also for errors.
+          mask: a function that returns the mask of a batch of tokens. See `encode_tokens` for the
+            function and for errors.
         """
         encode = functools.partial(encode_tokens, self.variables, model=self.model)
         batches = self._map(inputs, "rank", lambda _, tokens: encode(tokens, mask=mask(tokens)))
         return [states[: len(ids)] for (states,), ids in zip(batches, inputs, strict=True)]
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
-        """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.
+        """Returns the log-probabilities of label words in nats, ``[n, words]`` float32.
 
         Raises:
           ValueError: the model has classes, and a word is not one of them. See also
@@ -218,13 +221,13 @@ class Predictor:
             return self._class_log_probabilities(inputs)[:, self.classes.columns(label_words)]
         indices = index_by_tokens(label_words, self.vocabulary, owner="The list of label words")
         words = [np.asarray(ids) for ids in indices]
-        # Both numbers are rounded up, so that few programs are compiled.
+        # Round up the number of words and the number of tokens, so that few programs are compiled.
         count = -(-len(words) // CHOICES) * CHOICES
         length = -(-max(map(len, words)) // CHOICE_LENGTH) * CHOICE_LENGTH
         choices = _pad_tokens(words, count, length, self.model.ids.padding)
 
         def score(_: list[int], tokens: jax.Array) -> jax.Array:
-            """Scores all choices for a batch."""
+            """Returns the scores of all choices for each input of a batch."""
             return score_choices(self.variables, tokens, choices=choices, model=self._decoder)
 
         return self._scores(inputs, "rank", score).reshape(len(inputs), -1)[:, : len(words)]
@@ -232,15 +235,15 @@ class Predictor:
     def log_probabilities(
         self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Returns the log-probabilities in nats of given targets, ``[n]`` float32.
+        """Returns the log-probabilities of given targets in nats, a float32 array ``[n]``.
 
-        They are computed with teacher forcing.
+        The log-probabilities are computed with teacher forcing.
 
         Args:
           inputs: token ids with EOS.
           targets: token ids with EOS, one array for each input. For a masked language model, a
-            target has the length of its input. It holds the tokens to predict at their places, and
-            padding at all others.
+            target has the length of its input. The target contains the tokens to predict at the
+            masked positions, and padding at all other positions.
 
         Raises:
           ValueError: the model has classes, and a target is not one of them.
@@ -249,16 +252,17 @@ class Predictor:
         if self.classes is not None:
             indices = [self.classes.index(target, owner="An example") for target in targets]
             return self._class_log_probabilities(inputs)[np.arange(len(inputs)), indices]
-        # Targets have one of two lengths, so that few programs are compiled: a short one that is
-        # enough for label words, and the maximum length of an answer.
+        # Pad targets to one of two lengths, so that few programs are compiled. The short length is
+        # enough for label words, and the long length is the maximum length of an answer.
         longest = max(map(len, targets), default=1)
         length = CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
-        masked = isinstance(model, Encoder)  # its targets have the length of the inputs
+        # The targets of a masked language model are as long as the inputs.
+        masked = isinstance(model, Encoder)
 
         def score(indices: list[int], tokens: jax.Array) -> jax.Array:
-            """Scores the targets of a batch."""
+            """Returns the log-probabilities of the targets of a batch."""
             width = tokens.shape[1] if masked else length
             rows = self._to_devices(
                 _pad_tokens([targets[i] for i in indices], len(tokens), width, model.ids.padding)
@@ -267,18 +271,18 @@ class Predictor:
                 return score_masked_tokens(self.variables, tokens, targets=rows, model=model)
             return score_targets(self.variables, tokens, targets=rows, model=self._decoder)
 
-        # The batch is as large as possible without computing more logits than ranking `CHOICES`
-        # label words does.
+        # Choose the largest batch that does not need more logits than the ranking of `CHOICES`
+        # label words.
         rows = self.batch_size * CHOICES * CHOICE_LENGTH
         rows //= (self.inputs_length if masked else length) * self._num_shards
         rows = min(max(rows, 1) * self._num_shards, self.batch_size)
         return self._scores(inputs, "rank" if masked else "decode", score, batch_size=rows)
 
     def count_tokens(self, targets: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the number of predicted tokens in given targets, ``[n]`` int64.
+        """Returns the numbers of predicted tokens in given targets, an int64 array ``[n]``.
 
-        `log_probabilities` sums over these tokens. They are all tokens of a target except padding,
-        at which an objective predicts nothing. A class counts as one token.
+        `log_probabilities` sums over the predicted tokens. All tokens of a target are predicted,
+        except padding. A class counts as one token.
         """
         if self.classes is not None:
             return np.ones(len(targets), np.int64)
@@ -287,7 +291,7 @@ class Predictor:
 
     @property
     def _decoder(self) -> TextToText:
-        """The model, if it can generate text.
+        """The model, checked to be a `TextToText`, which can generate text.
 
         Raises:
           TypeError: the model is an encoder.
@@ -300,7 +304,7 @@ class Predictor:
         return self.model
 
     def _class_log_probabilities(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the log-probabilities in nats of all classes, ``[n, classes]`` float32."""
+        """Returns the log-probabilities of all classes in nats, ``[n, classes]`` float32."""
         model, classes = self.model, self.classes
         assert isinstance(model, Encoder) and classes is not None
         scores = self._scores(
@@ -326,13 +330,13 @@ class Predictor:
         )
 
     def _text(self, ids: list[int]) -> str:
-        """Returns the text of ids, cut before the first stop string."""
+        """Returns the text of token ids, cut before the first stop string."""
         text = self.vocabulary.decode(ids)
         found = [text.index(string) for string in self.decoding.stop_strings if string in text]
         return text[: min(found, default=len(text))]
 
     def _to_devices(self, x: np.ndarray) -> jax.Array:
-        """Puts a batch on the devices, sharded over the mesh if there is one."""
+        """Puts a batch on the devices, and shards it over the mesh if a mesh was given."""
         if self.mesh is None:
             return jnp.asarray(x)
         return replicate_to_devices(x, batch_sharding(self.mesh))
@@ -345,7 +349,7 @@ class Predictor:
         *,
         batch_size: int | None = None,
     ) -> np.ndarray:
-        """Returns one array of all rows that `answer` returns for batches; see `_map`."""
+        """Returns an array of all rows that `answer` returns for batches; see `_map`."""
         rows = self._map(inputs, kind, answer, batch_size=batch_size)
         return np.array([row for (row,) in rows], np.float32)
 
@@ -357,21 +361,22 @@ class Predictor:
         *,
         batch_size: int | None = None,
     ) -> list[tuple[np.ndarray, ...]]:
-        """Calls a function for batches of inputs, and returns the results in their order.
+        """Calls a function for batches of inputs, and returns the results in the inputs' order.
 
         Args:
           inputs: token ids.
           kind: a key of `LENGTHS`, which gives the lengths of batches.
           answer: a function from the indices and the tokens ``[batch, length]`` of a batch to
             arrays with a row for each input.
-          batch_size: number of rows in a batch. None means the predictor's.
+          batch_size: number of rows in a batch. None means the batch size of the predictor.
 
         Returns:
-          For each input, its rows of all arrays.
+          A tuple for each input, which contains the input's row of each array.
         """
         answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
         longest = self.inputs_length or self._padded_length(max(map(len, inputs), default=0))
-        # The lengths in the table are for inputs of up to 512 tokens.
+        # Scale the lengths in `LENGTHS`, which are for inputs of at most 512 tokens, to the maximum
+        # length of the inputs.
         allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
@@ -379,7 +384,8 @@ class Predictor:
                 inputs, batch_size or self.batch_size, allowed, self.model.ids.padding
             ):
                 outputs = jax.tree.leaves(answer(rows, self._to_devices(batch)))
-                # A batch may have more rows than inputs. The rest is padding and is left out.
+                # A batch may have more rows than inputs. Leave out the remaining rows, which are
+                # padding.
                 for row, *values in zip(rows, *map(fetch, outputs), strict=False):
                     answers[row] = tuple(values)
                 self.advance(len(rows))
@@ -388,8 +394,9 @@ class Predictor:
     def _padded_length(self, longest: int) -> int:
         """Returns the length to which texts to continue are padded.
 
-        The longest of them has `longest` tokens. The length is a power of two, so that few programs
-        are compiled. If `row_length` does not leave that many tokens, it is less.
+        The longest text has `longest` tokens. The padded length is a power of two, so that few
+        programs are compiled. If `row_length` does not leave room for this power of two, the padded
+        length is the remaining room.
         """
         if not longest:
             return 0
@@ -400,7 +407,7 @@ class Predictor:
 
 
 def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:
-    """Returns the ids of a row before EOS or padding."""
+    """Returns the ids of a row that precede EOS or padding."""
     ends = np.flatnonzero(np.isin(tokens, (*ids.ends, ids.padding)))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 
@@ -408,14 +415,16 @@ def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:
 def _length_batches(
     inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int], padding: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yields batches of inputs of similar length, the shortest first.
+    """Yields batches of inputs of similar length. The shortest inputs come first.
 
-    A batch consists of the indices of its inputs and of their tokens, ``[batch_size, length]``.
+    A batch consists of the indices of the inputs, and the tokens ``[batch_size, length]`` of these
+    inputs.
 
     Args:
       inputs: token ids.
       batch_size: number of rows in a batch.
-      lengths: the allowed lengths, in ascending order. Longer inputs are truncated to the last.
+      lengths: the allowed lengths, in ascending order. Longer inputs are truncated to the last of
+        the lengths.
       padding: the id of padding.
     """
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
@@ -427,7 +436,7 @@ def _length_batches(
 
 
 def _pad_tokens(rows: Sequence[np.ndarray], count: int, length: int, padding: int) -> np.ndarray:
-    """Returns token ids as ``[count, length]`` int32, truncated and padded."""
+    """Returns token ids as an array ``[count, length]`` of int32, truncated or padded."""
     result = np.full((count, length), padding, np.int32)
     for slot, ids in zip(result, rows, strict=False):
         slot[: min(len(ids), length)] = ids[:length]

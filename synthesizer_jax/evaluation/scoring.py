@@ -1,4 +1,4 @@
-"""The results of a model on every task, and their files.
+"""Computes the results of a model on every task, and writes files of results.
 
 Results are metrics, losses of the targets and measures of texts.
 """
@@ -21,18 +21,19 @@ from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.tasks.task import Answers
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
-"""The measures of texts, and the loss of every task.
+"""The names of the measures for which lower is better: the loss, and the measures of texts.
 
-All other results are metrics, for which higher is better.
+For all other results, which are metrics, higher is better.
 """
 
 RESULTS_FILE = "results.json"
-"""The file of results in the folder of an evaluation."""
+"""The name of the file of results in the folder of an evaluation."""
 
 PART = "part"
-"""The folder of the last evaluation of only some tasks or examples.
+"""The name of the folder for the last evaluation of only some tasks or examples.
 
-It lies beside the files of a whole evaluation, which it must not replace.
+The folder is beside the files of a whole evaluation, because a partial evaluation must not replace
+these files.
 """
 
 
@@ -42,8 +43,8 @@ class TargetLoss:
 
     Attributes:
       nats: negative log-probability of a target, averaged over examples.
-      tokens: number of tokens of a target, including EOS, averaged over examples. It is 1 if the
-        target is a class.
+      tokens: number of tokens of a target, including EOS, averaged over examples. The number is 1
+        if the target is a class.
     """
 
     nats: float
@@ -63,16 +64,17 @@ class TaskResult:
       task: name of the task.
       split: the split.
       n: number of examples.
-      labeled: number of examples with a label. Only these are scored.
-      metrics: metrics over the labeled examples, T5's in percent. It is empty if no example has a
-        label.
-      predictions: predictions in the order of the examples. It is empty for texts.
+      labeled: number of examples with a label. Only labeled examples are scored.
+      metrics: metrics over the labeled examples. Metrics of T5's tasks are in percent. The
+        dictionary is empty if no example has a label.
+      predictions: predictions in the order of the examples. The list is empty for texts.
       scores: ``[n]`` log-probabilities of the predictions, or of the texts, in nats.
-      ranked: ``[n, words]`` log-probabilities of the label words, or None if they were not ranked.
+      ranked: ``[n, words]`` log-probabilities of the label words, or None if the label words were
+        not ranked.
       words: the label words that were ranked.
-      loss: the loss over labeled examples or over all texts, or None if it was not computed.
-      text_metrics: the `text_metrics` of texts, for which lower is better. It is empty for other
-        tasks.
+      loss: the loss over labeled examples or over all texts, or None if the loss was not computed.
+      text_metrics: the measures of texts, for which lower is better; see the function
+        `text_metrics`. The dictionary is empty for other tasks.
     """
 
     task: str
@@ -95,26 +97,27 @@ def evaluate_tasks(
     loss_sets: Sequence[EvaluationSet] | None = None,
     phase: Phase = silent_phase,
 ) -> list[TaskResult]:
-    """Predicts and scores every evaluation set. For texts it computes only the loss.
+    """Predicts and scores every evaluation set. For texts, only losses are computed.
 
     Args:
       predictor: the model.
       sets: the evaluation sets.
-      loss_sets: for each of the sets, the labeled examples over which the loss is computed. None
+      loss_sets: for each evaluation set, the labeled examples over which the loss is computed. None
         means that no losses are computed.
-      phase: is called with the name and the size of every set, to report progress.
+      phase: a function that is called with the name and the size of every set, to report progress.
     """
     results = []
     for i, examples in enumerate(sets):
         task = examples.task
         size = len(examples.inputs)
         loss_set = loss_sets[i] if loss_sets else None
-        # The number of inputs that the model reads, for the display of progress.
+        # `passes` is the number of inputs that the model reads, for the display of progress.
         if task.is_text:
             window = predictor.decoding.max_length
             passes = sum(-(-len(target) // window) for target in examples.targets)
         else:
-            # Each example is predicted, and scored again if a metric or the loss needs its target.
+            # The model reads each example once to predict an answer. The model reads an example
+            # again if a metric or the loss needs the log-probability of the target.
             passes = size * (1 + task.scores_targets)
             if loss_set:
                 passes += len(loss_set.inputs)
@@ -129,7 +132,7 @@ def evaluate_tasks(
 def _evaluate_answers(
     predictor: Predictor, examples: EvaluationSet, loss_set: EvaluationSet | None
 ) -> TaskResult:
-    """Returns the result of a set whose inputs are answered.
+    """Returns the result of an evaluation set with inputs, for which the model predicts answers.
 
     Args:
       predictor: the model.
@@ -158,10 +161,10 @@ def _evaluate_answers(
 
 
 def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult:
-    """Returns the result of a set of texts: their loss, and the measures that follow from it."""
+    """Returns the result of a set of texts, which consists of the loss and measures of texts."""
     nats = text_nats(predictor, examples.inputs, examples.targets)
     tokens = predictor.count_tokens(examples.targets)
-    # Words and bytes can be counted only if the targets are the whole texts.
+    # Count words and bytes only if the targets are the whole texts.
     texts = None if any(map(len, examples.inputs)) else examples.target_words
     return TaskResult(
         task=examples.task.name,
@@ -179,19 +182,19 @@ def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult
 def text_nats(
     predictor: Predictor, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Returns the negative log-probabilities of texts of any length, ``[n]`` float64.
+    """Returns the negative log-probabilities of texts of any length, a float64 array ``[n]``.
 
-    A text may be longer than the targets of a training row, which is the ``max_length`` of
-    `Predictor.decoding`. It is then evaluated in consecutive windows of this length. No token is
-    left out, and none counts twice. Every window starts without context. The first tokens of a
-    window therefore have a higher loss than they would have after the whole text before them.
+    The length of the targets in a training row is the ``max_length`` of `Predictor.decoding`. A
+    longer text is evaluated in consecutive windows of this length. Every token of a text counts
+    exactly once. Each window starts without context. The loss of a window's first tokens is
+    therefore higher than with the preceding text as context.
 
     Args:
       predictor: the model.
-      inputs: token ids that the model reads before each text. They are empty arrays if there is
-        only the text.
-      targets: token ids of each text, with EOS. Tokens that an objective leaves out are replaced by
-        the model's padding.
+      inputs: token ids that the model reads before each text. An array is empty if the model reads
+        nothing before the text.
+      targets: token ids of each text, with EOS. Padding replaces tokens that an objective does not
+        predict.
     """
     length = predictor.decoding.max_length
     starts = [(i, s) for i, t in enumerate(targets) for s in range(0, len(t), length)]
@@ -209,14 +212,14 @@ def text_metrics(
     """Returns the measures of texts, for which lower is better.
 
     ``perplexity`` is exp(nats / tokens). ``word_perplexity`` is exp(nats / (words + texts)), where
-    words are separated by white space. ``bits_per_byte`` is nats / ln 2 / bytes. The last two can
-    be compared between vocabularies.
+    words are separated by white space. ``bits_per_byte`` is nats / ln 2 / bytes.
+    ``word_perplexity`` and ``bits_per_byte`` can be compared between vocabularies.
 
     Args:
-      nats: ``[n]`` negative log-probability of every text, including its EOS.
-      tokens: ``[n]`` number of tokens of every text, including its EOS.
+      nats: ``[n]`` negative log-probability of every text, including EOS.
+      tokens: ``[n]`` number of tokens of every text, including EOS.
       texts: the texts, whose words and bytes are counted. None means that the targets are not whole
-        texts, and only the perplexity is computed.
+        texts. In this case, only the perplexity is computed.
     """
     total = float(nats.sum(dtype=np.float64))
     measures = {"perplexity": _exp(total / float(tokens.sum()))}
@@ -228,7 +231,7 @@ def text_metrics(
 
 
 def _exp(nats: float) -> float:
-    """Returns the exponential, or infinity if it is too large for a float."""
+    """Returns the exponential of a number, or infinity if the result is too large for a float."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
@@ -242,7 +245,7 @@ def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | 
 
 
 def mean_score(results: Sequence[TaskResult]) -> float:
-    """Returns the mean over tasks of the mean of their metrics, or NaN if there are no metrics."""
+    """Returns the mean over tasks of each task's mean metric, or NaN if there are no metrics."""
     means = [sum(r.metrics.values()) / len(r.metrics) for r in results if r.metrics]
     return float(np.mean(means)) if means else float("nan")
 
@@ -250,7 +253,7 @@ def mean_score(results: Sequence[TaskResult]) -> float:
 def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
     """Returns all results as ``{"task/metric": value}``.
 
-    They include ``"task/loss"`` in nats per target token.
+    The dictionary also contains ``"task/loss"``, in nats per target token.
     """
     values = {
         f"{r.task}/{name}": value
@@ -268,13 +271,13 @@ def evaluation_folder(
     Args:
       directory: the directory of the run.
       step: the evaluated step.
-      split: None for the split that the recipe evaluates, whose folder is ``evaluation/STEP``. The
-        folder of another split is ``evaluation/STEP/SPLIT``.
-      part: whether only some tasks or examples are evaluated. Their files must not replace those of
-        a whole evaluation, so they are in the subfolder ``part``.
+      split: the split, or None for the split that the recipe evaluates. With None, the folder is
+        ``evaluation/STEP``. The folder of another split is ``evaluation/STEP/SPLIT``.
+      part: whether only some tasks or examples are evaluated. The files of such an evaluation are
+        in the subfolder ``part``, because they must not replace the files of a whole evaluation.
 
     Raises:
-      OSError: a folder on the way is a link, which might lead out of the run's directory.
+      OSError: a folder of the path is a link, which might lead out of the run's directory.
     """
     for name in filter(None, ("evaluation", str(step), split, PART if part else None)):
         refuse_links(directory)
@@ -316,15 +319,15 @@ def write_predictions(
 ) -> pathlib.Path:
     """Writes the predictions for a task to ``FOLDER/TASK.jsonl``.
 
-    Each line is one example. It holds the example's `EvaluationSet.record` and ``score``, the
-    log-probability of the prediction in nats. If label words were ranked, ``scores`` holds the
-    log-probability of each word. A text has no prediction, and its ``score`` is its own
-    log-probability.
+    Each line describes one example. The line contains the `EvaluationSet.record` of the example and
+    ``score``, the log-probability of the prediction in nats. If label words were ranked, ``scores``
+    contains the log-probability of each word. A text has no prediction, so the ``score`` of a text
+    is the log-probability of the text.
 
     Args:
       folder: the folder of the evaluation.
       result: the result of the task.
-      examples: its evaluation set.
+      examples: the evaluation set of the task.
 
     Returns:
       The path of the file.

@@ -1,9 +1,9 @@
-"""Measures of attention weights: how sharp, local and static they are, and their distribution.
+"""Measures how sharp, local and static attention weights are, and how they are distributed.
 
-Weights are ``[batch or 1, heads, q, k]``. Each query sees a number of keys, which are the first
-ones. The weights of a query may not sum to one. For example, the weights of talking heads may even
-be negative. Entropies, distances and maps are then computed from absolute values, which are divided
-by their sum.
+Attention weights have the shape ``[batch or 1, heads, q, k]``. Each query sees a number of keys
+from the beginning of the sequence. The weights of a query need not sum to one. For example, the
+weights of talking heads may even be negative. Entropies, distances and maps are therefore computed
+from the absolute values of the weights, divided by the sum of the absolute values.
 """
 
 from __future__ import annotations
@@ -23,37 +23,39 @@ from synthesizer_jax.distillation.fit import (
 )
 
 LOWEST, PER_DECADE = -6, 8
-"""The exponent of the smallest weight in histograms, as a power of 10, and the bins per decade."""
+"""The smallest weight in histograms, as an exponent of 10, and the number of bins per decade."""
 EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)
 """The edges of the bins in the histogram of weights.
 
-Smaller and larger weights are counted in the first and in the last bin.
+Weights below the first edge count in the first bin, and weights above the last edge count in the
+last bin.
 """
 
 NEAR, REACH = 2, 16
-"""The largest distance of keys that are called near, and the largest distance in a profile."""
+"""The largest distance of near keys from the query, and the largest distance in a profile."""
 
 MOST_CELLS = 48
-"""The largest number of rows and of columns of a map. In longer sequences, cells are joined."""
+"""The largest number of rows and columns of a map. Cells of longer sequences are joined."""
 
 UNIFORM = 1e-3
 """A divergence from equal weights, in nats, below which attention counts as uniform.
 
-There is then nothing that positions could explain.
+If attention is uniform, positions cannot explain any divergence.
 """
 
 Measures: TypeAlias = dict[str, Any]
-"""Arrays by name; see `attention_sums` and `measure`."""
+"""The type of dictionaries of arrays by name; see `attention_sums` and `measure`."""
 
 
 class QueryView(NamedTuple):
-    """Which queries of a batch are real and what they see. All arrays are ``[batch, q]``.
+    """Tells which queries of a batch are real, and which keys each query sees.
 
     Attributes:
-      real: whether the query is real and not padding.
-      seen: the number of keys that the query sees. These are the first keys.
-      diagonal: the position of the key on the diagonal. In cross-attention, it may be between two
-        keys. It is NaN if keys have no positions.
+      real: ``[batch, q]``, whether the query is real and not padding.
+      seen: ``[batch, q]``, the number of keys that the query sees. A query sees the first keys of a
+        sequence.
+      diagonal: ``[batch, q]``, the position of the key on the diagonal. In cross-attention, the
+        position may be between two keys. The position is NaN if keys have no positions.
     """
 
     real: jax.Array
@@ -66,39 +68,40 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
 
     Args:
       weights: the attention weights ``[batch or 1, heads, q, k]``.
-      logits: the attention logits of the same shape. Their rank is measured for the first row.
-        `None` means that there are no logits. Logits with another number of heads, which talking
-        heads may have, are not measured.
-      view: which queries are real and what they see.
+      logits: the attention logits, with the same shape as the weights. The rank of the logits is
+        measured for the first row. `None` means that there are no logits. Logits with another
+        number of heads, which talking heads may have, are not measured.
+      view: which queries are real, and which keys the queries see.
 
     Returns:
-      A dictionary of sums. All are by head, except ``ranked``:
+      A dictionary of sums. All sums except ``ranked`` are by head:
 
       - ``statistics``: see `Statistics`.
-      - ``spread``: exp(entropy) / number of keys seen, for queries that see several keys.
+      - ``spread``: the sum of exp(entropy) / (number of keys seen), over queries that see several
+        keys.
       - ``histogram``: the number of weights in each bin, for queries that see several keys.
       - ``off_diagonal``: the distance of the largest weight from the diagonal.
       - ``cosines``: the cosines of the weights of two heads, ``[heads, heads]``.
       - ``rank``: the rank of the logits in the first row, as a share of the largest possible rank.
-        It is NaN if it was not measured.
-      - ``ranked``: 1, the number of rows in ``rank``.
+        The rank is NaN if it was not measured.
+      - ``ranked``: the number 1, which is the number of rows whose ranks are added up in ``rank``.
     """
     real, seen, diagonal = view
     heads, keys = weights.shape[1], weights.shape[3]
     weights = jnp.broadcast_to(weights, (len(real), *weights.shape[1:])).astype(jnp.float32)
 
-    # ``[b, 1, q, k]``, the pairs of a real query and a key that it sees.
+    # `pairs` has the shape ``[b, 1, q, k]``. It is true if the query is real and sees the key.
     pairs = (real[..., None] & (jnp.arange(keys) < seen[..., None]))[:, None]
     sees_several = seen > 1
     weights = jnp.where(pairs, weights, 0.0)
 
-    # ``[b, heads, q, k]``, the distribution of each query over keys, and its entropy.
+    # `p` has the shape ``[b, heads, q, k]``. It is the distribution of each query over keys.
     p = jnp.abs(weights)
     p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
     entropy = -jax.scipy.special.xlogy(p, p).sum(-1)
 
     def sum_over_queries(x: jax.Array, counted: jax.Array) -> jax.Array:
-        """Returns the sums ``[heads]`` of ``[b, heads, q]`` over the counted queries ``[b, q]``."""
+        """Returns the sums ``[heads]`` of `x`, ``[b, heads, q]``, over the counted queries."""
         return jnp.where(counted[:, None], x, 0.0).sum((0, 2))
 
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
@@ -108,15 +111,16 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
     several = pairs & sees_several[:, None, :, None]
     histogram = histogram.at[jnp.arange(heads)[:, None, None], bins].add(several)
 
-    # ``[q, keys + 1]``, how many queries at a position see each number of keys.
+    # `queries` has the shape ``[q, keys + 1]``. It counts the queries at each position that see
+    # each number of keys.
     queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
-    # Weights of unit length, whose products are cosines.
+    # Scale the weights of each query to unit length, so that inner products are cosines.
     unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
 
     rank = jnp.full((heads,), jnp.nan)
     if logits is not None and logits.shape[1] == heads:
-        # The numbers of real queries and of seen keys in the first row. Padding is set to zero,
-        # which adds nothing to the rank.
+        # Count the real queries and the seen keys of the first row. Logits of padding are set to
+        # zero, because zeros do not change the rank.
         num_queries = real[0].sum()
         num_keys = jnp.max(seen[0], initial=0, where=real[0])
         counted = (jnp.arange(len(real[0])) < num_queries)[:, None] & (jnp.arange(keys) < num_keys)
@@ -139,54 +143,56 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
 def measure(first: Measures, second: Measures | None) -> Measures:
     """Returns the measures of attention in a layer, from the sums of two halves of the examples.
 
-    Two halves are needed to measure how static attention is: weights of the first half are compared
-    with the second half.
+    To measure how static attention is, the weights of the first half are compared with the weights
+    of the second half.
 
     Args:
       first: the sums of the first half; see `attention_sums`.
       second: the sums of the second half. `None` means that all examples are in the first.
 
     Returns:
-      A dictionary of NumPy arrays and numbers. ``keys`` and ``near_of_equal`` are numbers, and all
-      others are by head:
+      A dictionary of NumPy arrays and numbers. The entries ``keys`` and ``near_of_equal`` are
+      numbers. All other entries are arrays by head:
 
       - ``entropy``: the mean over queries, in nats.
-      - ``spread``: the mean of exp(entropy) / number of keys seen. It is 1 for equal weights.
+      - ``spread``: the mean of exp(entropy) / (number of keys seen). The spread of equal weights is
+        1.
       - ``near``: the share of the weights whose distance is at most `NEAR`.
       - ``off_diagonal``: the mean distance of the largest weight from the diagonal, in positions
         (after You et al. 2020).
       - ``histogram``: the share of the weights in each bin between `EDGES`.
-      - ``profile``: the share of the weights at each distance from −`REACH` to `REACH`. The ends
-        include all larger distances.
+      - ``profile``: the share of the weights at each distance from −`REACH` to `REACH`. The first
+        and the last entry include all larger distances.
       - ``similarity``: the mean cosines of the weights of two heads, ``[heads, heads]``.
       - ``map``: the mean weights by position; see `join_cells`.
       - ``rank``: the numerical rank of the logits, as a share of the largest possible rank. A head
         of width e has a rank of at most e (Bhojanapalli et al. 2020).
-      - ``static``: the share of the divergence from equal weights that positions explain. For this,
-        the smoothed mean weights of the first half predict the weights of the second half. It is 1
-        if the weights are equal, negative if equal weights predict better, and NaN without a second
-        half.
+      - ``static``: the share of the divergence from equal weights that positions explain. The
+        smoothed mean weights of the first half serve as a prediction of the weights of the second
+        half. The share is 1 if the weights are equal. The share is negative if equal weights
+        predict better, and NaN if there is no second half.
       - ``keys``: the mean number of keys that a query sees.
-      - ``near_of_equal``: what ``near`` would be for equal weights.
+      - ``near_of_equal``: the value that ``near`` would have for equal weights.
     """
     total = first if second is None else jax.tree.map(np.add, first, second)
     mass, negentropy, queries = total["statistics"]
 
-    # ``queries`` has one column for each number of keys that a query can see.
+    # `queries` has a column for each number of keys that a query can see.
     number = np.arange(queries.shape[1])
     counts = queries.sum()
     seen = queries.sum(0) * number
-    # The pairs of a query and a key, for queries that see several keys.
+    # `pairs` is the number of pairs of a query and a key, without queries that see only one key.
     pairs = max(seen[2:].sum(), 1)
-    # ``[q, k]``, the sums of the weights if all weights of a query were equal.
+    # `equal` has the shape ``[q, k]``. It is the sum of the weights that each pair would have if
+    # all weights of a query were equal.
     equal = times_seen(queries / np.maximum(number, 1))
 
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR
-    # The bin of each pair in the profile.
+    # `offset` is the bin of each pair in the profile.
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
 
-    # The map ends at the last query and the last key that occur.
+    # Cut the map after the last query and the last key that occur in the examples.
     shown = np.s_[
         :,
         : np.flatnonzero(queries.sum(1)).max(initial=0) + 1,
@@ -209,9 +215,9 @@ def measure(first: Measures, second: Measures | None) -> Measures:
 
 
 def _explained(first: Measures, second: Measures) -> np.ndarray:
-    """Returns ``static`` of `measure`, by head.
+    """Returns the entry ``static`` of the result of `measure`, by head.
 
-    A table of logits is made from the first half and measured on the second half.
+    A table of logits is made from the first half of the examples, and measured on the second half.
     """
     mass, _, queries = first["statistics"]
     seen = times_seen(queries)
@@ -219,12 +225,13 @@ def _explained(first: Measures, second: Measures) -> np.ndarray:
     distance = np.arange(k) - np.arange(q)[:, None] + q - 1
     counts = np.maximum(sums_by_distance(seen), 1e-30)
 
-    # ``[heads, q, k]``, the mean weight at the distance of each pair. It smooths the mean weights
-    # of pairs that were seen only a few times.
+    # `prior` has the shape ``[heads, q, k]``. It is the mean weight at the distance of each pair.
+    # The table mixes the prior with the mean weight of the pair, which is unreliable if the pair
+    # was seen only a few times.
     prior = np.maximum(np.stack(list(map(sums_by_distance, mass))) / counts, 1e-6)[:, distance]
     table = np.log((mass + PRIOR * prior) / (seen + PRIOR))
 
-    # The divergences of the second half from the table and from equal weights.
+    # Compute the divergence of the second half from the table, and from equal weights.
     left = Statistics(*map(jnp.float32, second["statistics"]))
     missed, most = (np.asarray(divergence(jnp.float32(x), left)) for x in (table, 0 * table))
     return np.where(most < UNIFORM, 1.0, 1.0 - missed / np.maximum(most, UNIFORM))
@@ -233,8 +240,8 @@ def _explained(first: Measures, second: Measures) -> np.ndarray:
 def join_cells(maps: np.ndarray) -> np.ndarray:
     """Joins neighboring cells of maps ``[heads, q, k]`` to at most `MOST_CELLS` rows and columns.
 
-    Rows, which are queries, are averaged. Columns, which are keys, are summed, because weights sum
-    to one over keys.
+    Joined rows, which are queries, are averaged. Joined columns, which are keys, are summed,
+    because the weights of a query sum to one over keys.
     """
     q, k = (np.arange(0, n, -(-n // MOST_CELLS)) for n in maps.shape[1:])
     rows = np.diff(np.append(q, maps.shape[1]))

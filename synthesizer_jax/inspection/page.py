@@ -1,4 +1,4 @@
-"""Writes the page about what the layers of a model have learned, and its numbers as JSON."""
+"""Writes a page and a JSON file about what the layers of a model have learned."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from synthesizer_jax.reports.figures import (
 )
 
 Inspected: TypeAlias = Mapping[str, Any]
-"""The result of `inspect_run`, or its part for one layer."""
+"""The type of the result of `inspect_run`, or of the part of the result for one layer."""
 
 MORE_LOCAL = 1.25
-"""The factor by which a local head has more weight near the query than equal weights would have."""
+"""A local head has at least this many times the weight near the query that equal weights have."""
 
 SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
-"""Limits of shares.
+"""The limits for calling a head sharp or static, and for the increase of the loss.
 
-A head is sharp if it uses a share of less than `SHARP` of the keys. It is static if positions
-explain a share of at least `STATIC`. With tables in the place of heads, the loss may rise by a
-share of `TOLERANCE`.
+A head is sharp if it uses less than the share `SHARP` of the keys. A head is static if positions
+explain at least the share `STATIC` of the head's divergence from equal weights. If tables replace
+heads, the loss may rise by the share `TOLERANCE`.
 """
 
 MOST_LETTERS = 300
 """The number of characters of an example's text that the page shows."""
 
 WIDTH, MAPS = 3.6, 4
-"""The width of a figure of attention maps in inches, and the number of maps in one of its rows."""
+"""The width of a figure of attention maps in inches, and the number of maps in each row."""
 
 DISTANCES = np.arange(-REACH, REACH + 1)
 """The distances from the query, in positions, at which profiles of heads are measured."""
@@ -56,7 +56,7 @@ OVERVIEW = {
     "explained by positions, %": "static",
     "rank of logits, %": "rank",
 }
-"""The tables of the section "Heads at a glance": their titles and the measures that they show."""
+"""Maps the titles of the tables in the section "Heads at a glance" to the measures shown."""
 
 GLANCE = (
     "Keys used: exp(entropy) of a query’s weights, divided by the number of keys that the query "
@@ -72,7 +72,7 @@ GLANCE = (
 """The text of the section "Heads at a glance"."""
 
 NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
-"""The measures in the table of all heads."""
+"""The names of the measures in the table of all heads."""
 
 
 def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) -> pathlib.Path:
@@ -95,7 +95,7 @@ def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) ->
 
 
 def _sections(inspected: Inspected) -> Iterator[Section]:
-    """Yields the sections of the page. Some of them may have neither charts nor rows."""
+    """Yields the sections of the page. A section may have neither charts nor rows."""
     layers = inspected["layers"]
     yield Section(
         "Layer by layer",
@@ -162,8 +162,8 @@ def _sections(inspected: Inspected) -> Iterator[Section]:
 def summary(inspected: Inspected) -> Iterator[str]:
     """Yields the sentences at the top of the page.
 
-    They say how many heads are sharp, local and static, which layers have no attention weights, and
-    which checkpoint and examples were measured.
+    The sentences say how many heads are sharp, local and static, which layers have no attention
+    weights, and which checkpoint and examples were measured.
     """
     measures = {name: layer["end"] for name, layer in inspected["layers"].items()}
     if measures:
@@ -242,12 +242,12 @@ def sentence(layer: Inspected) -> str:
 
 
 def _is_local(m: Measures, near: float) -> bool:
-    """Returns whether a head of a layer is local; `near` is its share of weight near the query."""
+    """Returns whether a head with the share `near` of its weight near the query is local."""
     return near >= 0.5 and near >= MORE_LOCAL * m["near_of_equal"]
 
 
 def _share(values: np.ndarray) -> str:
-    """Returns the mean of shares in percent and, if they differ, their range."""
+    """Returns the mean of shares in percent, followed by the range of the shares if they differ."""
     low, mean, high = (f"{100 * x:.0f}" for x in (values.min(), values.mean(), values.max()))
     return f"{mean}%" + (f" ({low} to {high})" if low != high else "")
 
@@ -257,7 +257,8 @@ def _overview(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
     for group in dict.fromkeys(map(_stack, layers)):
         measures = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
-            # [layers, heads]; a layer with fewer heads than another has NaN in its last columns.
+            # `grid` has the shape [layers, heads]. If a layer has fewer heads than another layer,
+            # the last columns of its row are NaN.
             grid = np.full((len(measures), max(len(m[field]) for m in measures)), np.nan)
             for i, m in enumerate(measures):
                 grid[i, : len(m[field])] = m[field]
@@ -266,12 +267,12 @@ def _overview(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _stack(name: str) -> str:
-    """Returns a layer's name without its number: ``decoder cross`` for ``decoder 1 cross``."""
+    """Returns the name of a layer without its number, such as ``decoder cross``."""
     return " ".join(word for word in name.split() if not word.isdecimal())
 
 
 def _histograms(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
-    """Yields a chart for each layer, with histograms of its weights before and after training."""
+    """Yields a chart for each layer, with histograms of the weights before and after training."""
     # The weight axis is logarithmic, so the center of a bin is the geometric mean of its edges.
     centers = np.sqrt(EDGES[1:] * EDGES[:-1])
     for name, layer in layers.items():
@@ -289,7 +290,7 @@ def _histograms(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _mixtures(mixtures: Mapping[str, Inspected]) -> Iterator[Markup]:
-    """Yields the weights of each mixture's parts by head, and a chart of their means by step."""
+    """Yields the weights of a mixture's parts by head, and a chart of the mean weights by step."""
     for name, mixture in mixtures.items():
         parts, steps, alpha = mixture["parts"], mixture["steps"], mixture["alpha"]
         yield _grid(f"{name}: α, %", alpha[-1], columns=parts, x_label="part", y_label="head")
@@ -305,14 +306,14 @@ def _grids(matrices: Mapping[str, Inspected], x_label: str, scale: float) -> Ite
 
 
 def _maps(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
-    """Yields two figures for each layer: mean attention maps, and the maps of one example."""
+    """Yields a figure of mean attention maps and a figure of one example's maps for each layer."""
     for name, layer in layers.items():
         yield _weight_maps(f"{name}, mean", layer["end"]["map"])
         yield _weight_maps(f"{name}, one example", layer["example"])
 
 
 def _distances(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
-    """Yields a chart for each layer: the share of the weight by distance from the query."""
+    """Yields a chart for each layer, of the share of the weight at each distance from the query."""
     for name, layer in layers.items():
         lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
         if np.isfinite(layer["end"]["profile"]).all():
@@ -322,8 +323,8 @@ def _distances(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
 def _static(static: Inspected) -> Section:
     """Returns the section about static forms.
 
-    It shows how far each static form is from each head, and the loss of the model when heads are
-    replaced by tables.
+    The section shows how far each static form is from each head, and the loss of the model if heads
+    are replaced by tables.
     """
     heads = static["divergences"]
     charts = []
@@ -331,7 +332,8 @@ def _static(static: Inspected) -> Section:
     if "replaced" in static:
         numbers, losses, equal = static["replaced"], static["loss"], static["uniform_loss"]
         limit = (1.0 + TOLERANCE) * losses[0]
-        # The index of the last loss before the first one above the limit. A NaN is above it, too.
+        # Find the index of the last loss before the first loss above the limit. A loss of NaN
+        # counts as above the limit.
         within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
         said = (
             f"The {numbers[max(within, 0)]} most static of {len(heads)} heads can read a fitted "
@@ -367,9 +369,9 @@ def _static(static: Inspected) -> Section:
 
 
 def _tiles(charts: Iterable[Markup]) -> list[Markup]:
-    """Returns all charts as one, in which they stand side by side, or below each other on a phone.
+    """Returns charts as one chart, which shows them side by side, or below each other on a phone.
 
-    Returns an empty list if there are no charts.
+    The result is an empty list if there are no charts.
     """
     inner = Markup("\n").join(map(Markup("<div>{}</div>").format, charts))
     return [Markup('<div class="tiles">\n{}\n</div>').format(inner)] if inner else []
@@ -392,7 +394,7 @@ def _grid(
     scale: float = 100.0,
     columns: Sequence[str] = (),
 ) -> Markup:
-    """Shows a matrix as a table, multiplied by a scale; see `heat_maps`."""
+    """Multiplies a matrix by a scale, and shows the product as a table; see `heat_maps`."""
     return heat_maps(
         {title: scale * values},
         x_label=x_label,
@@ -409,7 +411,8 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
     weight.
     """
     rows = -(-len(maps) // MAPS)
-    # The height of a map divided by its width. Very long and very flat maps are stretched.
+    # `ratio` is the height of a map divided by the width of the map. Maps that are very high or
+    # very flat are stretched.
     ratio = min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
     with drawing_style():
         height = 0.4 + rows * (0.22 + WIDTH / MAPS * ratio * 0.9)
@@ -418,7 +421,7 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
         for i, axes in enumerate(figure.subplots(rows, MAPS, squeeze=False).flat):
             axes.set(xticks=[], yticks=[])
             if i >= len(maps):
-                axes.axis("off")  # the last row has fewer maps than the others
+                axes.axis("off")  # the last row may have fewer maps than the other rows
                 continue
             axes.imshow(maps[i], cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
             axes.set_title(f"head {i + 1}", fontsize=7, pad=2)
@@ -426,7 +429,7 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
 
 
 def _rows(layers: Mapping[str, Inspected]) -> Iterator[list[str]]:
-    """Yields a row of a table for each head: its name and the measures in `NUMBERS`."""
+    """Yields a row of a table for each head, with the head's name and the measures in `NUMBERS`."""
     for name, layer in layers.items():
         measures = layer["end"]
         for i in range(len(measures["spread"])):

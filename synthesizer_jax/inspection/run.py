@@ -1,4 +1,4 @@
-"""Inspects what the layers of a run's model have learned, on examples of its evaluation sets."""
+"""Inspects what the layers of a run's model have learned, on examples of evaluation sets."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ from synthesizer_jax.training.run_directory import load_experiment, with_vocabul
 from synthesizer_jax.training.step import Batch, teacher_forced
 
 CROSS = "encoder_decoder_attention"
-"""The name of cross-attention in a layer of the decoder."""
+"""The name of the cross-attention module in a layer of the decoder."""
 
 OF_DISTANCES = ("near", "near_of_equal", "profile")
-"""Measures that are only defined if queries and keys belong to the same sequence."""
+"""The measures that are defined only if queries and keys belong to the same sequence."""
 
 OF_KEYS_SEEN = ("keys", "spread", "static", "near_of_equal", "histogram")
-"""Measures that are only defined if queries see the first keys.
+"""The measures that are defined only if every query sees the first keys of the sequence.
 
-In a window, queries do not see the first keys.
+If attention has a window, most queries do not see the first keys.
 """
 
 
 class Place(NamedTuple):
-    """The place of a mixer in a model.
+    """Identifies a mixer of a model by its stack, its kind and its layer.
 
     Attributes:
       stack: the stack, ``encoder`` or ``decoder``.
-      cross: whether it is cross-attention.
+      cross: whether the mixer is cross-attention.
       layer: the index of the layer in the stack.
     """
 
@@ -76,7 +76,7 @@ class Place(NamedTuple):
     layer: int
 
     def __str__(self) -> str:
-        """Returns a name for pages, which counts layers from 1, such as ``decoder 1 cross``."""
+        """Returns the name of the mixer on pages, such as ``decoder 1 cross`` for layer 0."""
         return f"{self.stack} {self.layer + 1}{' cross' * self.cross}"
 
 
@@ -91,39 +91,39 @@ def inspect_run(
     fits: bool = False,
     phase: Phase = silent_phase,
 ) -> dict[str, Any]:
-    """Inspects the model of a run: what its layers attend to, and what changed during training.
+    """Measures what the layers of a run's model attend to, and what changed during training.
 
     Args:
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       data_dir: the directory of the data sets.
-      prepare: prepares data sets that are missing. It is called after everything else has been
-        checked.
+      prepare: a function that prepares data sets that are missing. The function is called after
+        everything else has been checked.
       mixture: the mixture whose evaluation sets are read. `None` stands for the run's mixture.
       examples: the number of examples to read.
       batch_size: the number of examples in a batch.
       fits: whether to fit static forms to the heads; see `measure_static_attention`.
-      phase: reports progress.
+      phase: a function that reports progress.
 
     Returns:
       A dictionary:
 
       - ``step``: the step of the checkpoint.
       - ``start``: a description of the parameters at the start.
-      - ``examples``: how many examples were read.
+      - ``examples``: the number of examples that were read.
       - ``example``: the texts of one example.
       - ``layers``: a dictionary by the names of layers, such as ``decoder 1 cross``. Each entry
         contains the ``mixer``, the results of `measure` at the ``end`` and at the ``start``, and
-        the mean weights of the ``example``. A measure that is not defined is NaN. ``start`` is
-        `None` if the parameters at the start are not known.
+        the mean weights of the ``example``. A measure that is not defined is NaN. The entry
+        ``start`` is `None` if the parameters at the start are not known.
       - ``without``: the mixers that have no attention weights, by the names of layers.
       - ``mixtures``: for each layer with a mixture, its ``parts`` and their weights ``alpha``, α
-        ``[heads, parts]``, at all ``steps`` up to the inspected one.
+        ``[heads, parts]``, at all ``steps`` up to the inspected step.
       - ``projections``: for each layer with talking heads, the matrices P_l and P_w.
       - ``static``: the result of `measure_static_attention`, or `None` if no head was fitted.
 
     Raises:
-      FileNotFoundError: if there is no checkpoint or no data.
-      ValueError: if there is no run.
+      FileNotFoundError: if the run has no checkpoint, or if no data is found.
+      ValueError: if the path is not a run or a checkpoint of a run.
     """
     directory, step = find_checkpoint(run)
     experiment = load_experiment(directory)
@@ -142,7 +142,8 @@ def inspect_run(
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
     start = "not known"
     before: Variables | None = None
-    # A converted model has a checkpoint at step 0. Training does not save one.
+    # A run with a converted model has a checkpoint at step 0. Training does not save a checkpoint
+    # at step 0.
     if 0 in saved and step:
         start = "those saved at step 0"
         before = restore(step=0)[1]
@@ -151,7 +152,7 @@ def inspect_run(
         with use_mesh(mesh):
             before = fresh_variables(experiment, jax.tree.map(lambda x: x.sharding, layout))
 
-    # Layers are measured one by one, so stacks that are scanned become loops.
+    # Loop over the layers of stacks that are scanned, because layers are measured one by one.
     model = unroll(experiment.model)
     looped = functools.partial(unroll_variables, experiment.model)
     mixers = mixers_of(model)
@@ -163,11 +164,11 @@ def inspect_run(
         first = ({}, {}) if before is None else sums_of(model, looped(before), batches)
         advance(1)
 
-        # Keep only the first example of the first batch. The other rows become padding.
+        # Keep only the first example of the first batch, and replace all other rows by padding.
         alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
         single, _ = sums_of(model, end, alone)
 
-        # Fit static forms to the even batches, and measure them on the odd ones.
+        # Fit static forms to the even batches, and measure the fitted forms on the odd batches.
         fitted = [place for place in odd if fits and _can_be_fitted(model, place, mixers[place])]
         fit_to, measure_on = (
             {(place.stack, place.layer): half[place]["statistics"] for place in fitted}
@@ -188,7 +189,7 @@ def inspect_run(
             }
 
     def variables_at(number: int) -> Variables:
-        """Returns the variables at a step. Only checkpoints that are needed are restored."""
+        """Returns the variables at a step, and restores a checkpoint only if it is needed."""
         if number == step:
             return variables
         if number == 0 and before is not None:
@@ -215,7 +216,7 @@ def inspect_run(
 
 
 def _starts_from_seed(directory: pathlib.Path, experiment: Experiment) -> bool:
-    """Returns whether a run was trained here from parameters that the experiment's seed makes."""
+    """Returns whether a run started from parameters that the experiment's seed determines."""
     is_trained = (directory / METRICS_FILE).is_file()
     is_distilled = (directory / DISTILLATION_FILE).is_file()
     return is_trained and not is_distilled and experiment.init_from is None
@@ -224,13 +225,13 @@ def _starts_from_seed(directory: pathlib.Path, experiment: Experiment) -> bool:
 def _can_be_fitted(model: TokenModel, place: Place, mixer: Mixer) -> bool:
     """Returns whether static forms can be fitted to the heads of a layer.
 
-    A layer that shares its parameters with others cannot be replaced on its own.
+    If layers share their parameters, a single layer cannot be replaced on its own.
     """
     return not place.cross and can_be_static(mixer) and not _shares(model, place)
 
 
 def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
-    """Returns the mixers of all layers by their places."""
+    """Returns the mixers of all layers by `Place`."""
     mixers = {}
     for name in stacks_of(model):
         for i, block in enumerate(blocks_of(model, name)):
@@ -241,9 +242,9 @@ def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
 
 
 def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, PyTree]]:
-    """Yields every mixer with its place and its entries in a collection of variables.
+    """Yields every mixer with its `Place` and the mixer's entries in a collection of variables.
 
-    The layers of the model are looped.
+    The layers of the model must be looped.
     """
     for place, mixer in mixers_of(model).items():
         stack = tree.get(place.stack, {})
@@ -260,11 +261,12 @@ def _shares(model: TokenModel, place: Place) -> bool:
 def describe(module: Mixer | Alignment) -> str:
     """Returns a text that says what a mixer or alignment is made of.
 
-    For example, it returns ``Attention: Random + DotProduct``.
+    For example, the text may be ``Attention: Random + DotProduct``.
     """
     parts = getattr(module, "parts", None)
     if parts is not None:
-        # A mixture adds the logits of its parts. In a `PerHead`, each part has its own heads.
+        # A mixture adds the logits of its parts, so the text uses a plus sign. In a `PerHead`, each
+        # part has its own heads, so the text uses a bar.
         separator = " + " if isinstance(module, Mixture) else " | "
         return separator.join(map(describe, parts))
     name = type(module).__name__
@@ -277,7 +279,7 @@ def sums_of(
 ) -> tuple[dict[Place, Measures], dict[Place, Measures]]:
     """Returns the `attention_sums` of all layers that have weights.
 
-    They are computed separately for the even and for the odd batches.
+    The sums are computed separately for the even batches and for the odd batches.
     """
     halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
     for i, batch in enumerate(batches):
@@ -313,14 +315,15 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
     for place, mixer, arrays in _entries(model, sown.get("intermediates", {})):
         if "attention_weights" not in arrays:
             continue
-        # Layers with shared parameters sow one value for each layer.
+        # If layers share their parameters, the shared module sows one value for each layer.
         arrays = {
             name: x[place.layer if len(x) > 1 else 0]
             for name, x in {**arrays, **logits[place]}.items()
         }
         weights = arrays["attention_weights"]
         view = views[place.stack, place.cross]
-        # In a Linformer, all keys are seen. They are mixtures of tokens and have no positions.
+        # In a Linformer, every query sees all keys. The keys are mixtures of tokens and have no
+        # positions.
         if isinstance(mixer, Linformer):
             seen = jnp.full_like(view.seen, weights.shape[-1])
             view = QueryView(view.real, seen, view.diagonal * jnp.nan)
@@ -331,13 +334,14 @@ def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dic
 def _query_views(
     model: TokenModel, batch: Mapping[str, jax.Array]
 ) -> dict[tuple[str, bool], QueryView]:
-    """Returns what the queries of unpacked rows see.
+    """Returns which keys the queries of unpacked rows see.
 
-    The keys of the dictionary are the stack and whether it is cross-attention.
+    A key of the dictionary consists of the stack, and whether the mixer is cross-attention.
     """
-    # The numbers of encoder and decoder positions, including padding.
+    # `n` is the number of encoder positions, and `m` is the number of decoder positions. Both
+    # numbers include padding.
     n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
-    # ``[b, 1]``, the numbers of real tokens.
+    # `inputs` and `targets` have the shape ``[b, 1]``. They are the numbers of real tokens.
     inputs = (batch["encoder_input_tokens"] != model.ids.padding).sum(1, keepdims=True)
     targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
 
@@ -349,8 +353,8 @@ def _query_views(
         Args:
           length: the number of queries in a row, including padding.
           real: ``[b, 1]``, the number of real queries.
-          seen: ``[b, 1]``, the number of keys that all queries see, or a negative number if a query
-            sees the keys up to itself.
+          seen: ``[b, 1]``, the number of keys that all queries see. A negative number means that
+            each query sees the keys up to its own position.
           ratio: ``[b, 1]`` or 1, the number of keys per query on the diagonal.
         """
         q = jnp.arange(length)[None]
@@ -360,7 +364,8 @@ def _query_views(
 
     causal = jnp.full_like(inputs, -1)
     if isinstance(model, LanguageModel):
-        # A row is the inputs followed by the targets. A prefix model sees all inputs at once.
+        # A row contains the inputs followed by the targets. In a prefix model, every query sees all
+        # inputs.
         whole = view_of(n + m, inputs + targets, causal)
         seen = jnp.maximum(whole.seen, inputs) if model.prefix else whole.seen
         return {("decoder", False): whole._replace(seen=seen)}
@@ -377,7 +382,7 @@ def _batches(
     """Returns examples in at least two batches, with their number and the texts of one example.
 
     The examples come from all evaluation sets. All rows are padded to the length of the longest
-    one. The last batch is filled with empty rows, which contain only padding.
+    row. The last batch is filled up with rows that contain only padding.
 
     Returns:
       The number of examples, the texts of one example, and the batches.
@@ -386,8 +391,8 @@ def _batches(
     rows = [row for s in sets for row in evenly_spaced(s.examples, each)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
 
-    # At most half of the examples, so that there are two batches, and a multiple of the number of
-    # devices.
+    # Limit the batch size to half of the examples, so that there are at least two batches. Then
+    # round the batch size up to a multiple of the number of devices.
     batch_size = min(batch_size, -(-len(rows) // 2))
     batch_size = -(-batch_size // mesh.size) * mesh.size
     data = replace(experiment.data, pack=False)
@@ -407,9 +412,9 @@ def _batches(
 
 
 def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
-    """Returns the parts of each mixture in a model, and their weights α ``[heads, parts]``.
+    """Returns the parts of each mixture in a model, and the parts' weights α ``[heads, parts]``.
 
-    The layers of the model are looped.
+    The layers of the model must be looped.
     """
     mixtures = {}
     for place, mixer, params in _entries(model, variables["params"]):
@@ -427,7 +432,7 @@ def _mixture_histories(
     steps: Sequence[int],
     variables_at: Callable[[int], Variables],
 ) -> dict[str, dict[str, Any]]:
-    """Returns the ``mixtures`` of `inspect_run`.
+    """Returns the entry ``mixtures`` of the result of `inspect_run`.
 
     Args:
       model: the model, with looped layers.

@@ -40,19 +40,19 @@ from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.training.step import Batch, loss_sums
 
 TABLE = "Random"
-"""The form that can express all other forms. Heads are replaced by it."""
+"""The name of the form that can express all other forms. Heads are replaced by this form."""
 
 UNIFORM, BIAS = "equal weights", "position bias"
-"""Forms without parameters of their own. The second is for models that have a position bias."""
+"""The names of forms without parameters. `BIAS` is for models that have a position bias."""
 
 EXCLUDED = -1e4
-"""The logit of the weight of a mixture's part that is left out. In float32, its weight is zero."""
+"""The logit for leaving out a part of a mixture. In float32, the weight of the part is zero."""
 
 MOST_POINTS = 16
-"""The largest number of measured points between no replaced head and all heads replaced."""
+"""The largest number of measured points, from replacing no heads to replacing all heads."""
 
 Head: TypeAlias = tuple[str, int, int]
-"""A head: its stack, the index of its layer, and its index in the layer."""
+"""A head as a tuple of the stack, the index of the layer, and the index of the head."""
 
 
 def measure_static_attention(
@@ -68,25 +68,26 @@ def measure_static_attention(
 
     Args:
       model: the model, with looped layers.
-      variables: its variables.
-      fit_to: statistics of layers for which `can_be_static` is true. The forms are fitted to them.
-      measure_on: statistics of the same layers over other examples, on which divergences are
-        measured.
-      batches: batches of these other examples, on which losses are measured.
-      phase: reports progress.
+      variables: the variables of the model.
+      fit_to: the statistics to which the forms are fitted, of layers for which `can_be_static` is
+        true.
+      measure_on: the statistics of the same layers over other examples. Divergences are measured on
+        these statistics.
+      batches: batches of the other examples. Losses are measured on these batches.
+      phase: a function that reports progress.
 
     Returns:
-      A dictionary. ``replaced``, ``loss`` and ``uniform_loss`` are present only for an
-      encoder-decoder with such layers:
+      A dictionary. The entries ``replaced``, ``loss`` and ``uniform_loss`` are present only if the
+      model is an encoder-decoder and some heads were fitted:
 
       - ``divergences``: the mean over queries of ``KL(head ‖ form)`` in nats, by head and by form.
         A head is a tuple of stack, layer and number, and the most static head comes first. The
         forms are added to the model's position bias.
       - ``replaced``: the numbers of replaced heads for which the loss was measured. The most static
         heads are replaced first.
-      - ``loss``: for each of these numbers, the loss in nats per target token if that many heads
-        use their tables, without further training.
-      - ``uniform_loss``: the loss if all these heads have equal weights.
+      - ``loss``: for each number in ``replaced``, the loss in nats per target token if that many
+        heads use their tables, without further training.
+      - ``uniform_loss``: the loss if all fitted heads have equal weights.
     """
     divergences: dict[Head, dict[str, float]] = {}
     tables: dict[Layer, jax.Array] = {}
@@ -107,7 +108,7 @@ def measure_static_attention(
         count = min(len(heads), MOST_POINTS + 1)
         numbers = [round(i * len(heads) / count) for i in range(count + 1)]
         advance = phase(f"losses with up to {len(heads)} heads replaced", 1)
-        # A table that cancels the position bias makes equal weights.
+        # A table that cancels the position bias gives equal weights.
         equal = {layer: -bias for layer, bias in biases.items()}
         replaced = [*((tables, heads[:n]) for n in numbers), (equal, heads)]
         *losses, uniform = _losses(model, variables, replaced, batches)
@@ -119,7 +120,7 @@ def measure_static_attention(
 def can_be_static(mixer: Mixer) -> bool:
     """Returns whether the heads of a mixer can be measured and replaced one by one.
 
-    For this, the weights must be a softmax of trained logits, and all heads must have the same
+    The weights of the mixer must be a softmax of trained logits, and all heads must have the same
     alignment.
     """
     is_softmax = isinstance(mixer, Attention) and is_softmax_of_logits(mixer)
@@ -127,7 +128,7 @@ def can_be_static(mixer: Mixer) -> bool:
 
 
 def _is_measured(alignment: Alignment) -> bool:
-    """Returns whether an alignment makes trained logits for any number of heads."""
+    """Returns whether an alignment computes trained logits for any number of heads."""
     if isinstance(alignment, Mixture):
         return all(map(_is_measured, alignment.parts))
     if isinstance(alignment, PerHead | GaussianBias):
@@ -173,8 +174,9 @@ def _losses(
 ) -> Iterator[float]:
     """Yields the loss in nats per target token, for each set of tables and heads that use them.
 
-    All sets share one compiled program. It runs a model whose mixtures contain its own logits and
-    the tables, and the weights of the mixtures select one of the two for each head.
+    All sets share one compiled program. The program runs a model whose mixtures consist of the
+    original logits and the tables. The weights of the mixtures select the original logits or the
+    table for each head.
     """
     for tables, chosen in replaced:
         params = jax.tree.map(lambda x: x, variables["params"])
@@ -183,8 +185,8 @@ def _losses(
             alignment = self_attention(model, (stack, i)).alignment
             reads = np.array([(stack, i, head) in chosen for head in range(len(table))])
             mixer = params[stack][f"layers_{i}"][STACKS[stack]]
-            # ``[heads, 2]``. A head that uses its table leaves its own logits out, and other heads
-            # leave the table out.
+            # `left_out` has the shape ``[heads, 2]``. A head that uses its table leaves out the
+            # original logits, and every other head leaves out the table.
             left_out = np.stack([reads, ~reads], axis=1)
             mixer["align"] = {
                 "part_0": mixer.get("align", {}),

@@ -1,7 +1,7 @@
-"""One architecture whose fields describe every T5 of other libraries.
+"""Describes every T5 of other libraries by the fields of an `Architecture`.
 
-Readers of checkpoints fill in an `Architecture` and build a model from it. Writers go the other
-way. They get the `Architecture` of a model, which fails if the model is not a T5.
+Readers of checkpoints fill in an `Architecture` and build a model from it. Writers of checkpoints
+get the `Architecture` of a model, which raises an error if the model is not a T5.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from synthesizer_jax.primitives.norms import RMSNorm
 from synthesizer_jax.primitives.parameters import apply_method
 
 MOST_LAYERS = 256
-"""The largest number of layers of a stack in a checkpoint.
+"""The largest number of layers that a stack in a checkpoint may have.
 
-A file that names more layers is damaged, and tracing so many layers would take hours.
+A file that names more layers than this is damaged, and tracing its model would take hours.
 """
 
 
 class Pretrained(NamedTuple):
-    """A model of another library with looped layers, so that every layer has its own parameters.
+    """A model of another library, with looped layers whose parameters are separate arrays.
 
     Attributes:
       model: the unbound model.
@@ -53,24 +53,25 @@ REMEDY = (
     "Other libraries only have T5s. Keep this model's own checkpoint, or export it with --to "
     "stablehlo, which supports every model."
 )
-"""The last sentences of errors about models that other libraries lack."""
+"""The end of an error message about a model that other libraries do not have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """The fields in which published T5s differ.
 
-    A field has the same name and meaning as in the models of this package, if they have it too.
+    If the models of this package have a field too, its name and meaning are the same here.
 
     Attributes:
-      num_decoder_layers: the number of decoder layers. If it is 0, there is only an encoder.
+      num_decoder_layers: the number of decoder layers. If the number is 0, the model is only an
+        encoder.
       tied: whether the embedding is also the output projection, as in T5 1.0.
       scaled: whether the decoder's outputs are divided by √d_model before the output projection, as
         in T5 1.0.
-      bias_per_layer: whether every layer has its own relative bias, as in umT5. Otherwise all
-        layers of a stack share one.
+      bias_per_layer: whether every layer has its own relative bias, as in umT5. Otherwise, all
+        layers of a stack share one relative bias.
       dropout_rate: the rate of all dropouts.
-      ids: the ids of padding, of the end and of the start.
+      ids: the token ids of padding, of the end of a text, and of the decoder's start.
     """
 
     vocab_size: int
@@ -99,11 +100,12 @@ class Architecture:
         attention = Attention(self.num_heads, self.head_dim, alignment=dot, dropout_rate=rate)
 
         def stack(num_layers: int, cross: Attention | None) -> Stack:
-            """Returns a decoder with this cross-attention, or an encoder if it is `None`."""
+            """Returns a decoder with the given cross-attention, or an encoder without it."""
             bias = RelativeBias(self.num_buckets, self.max_distance, bidirectional=cross is None)
             mixer = attention
             if self.bias_per_layer:
-                # With a bias per layer, the bias is a part of each layer's own alignment.
+                # If every layer has its own relative bias, the alignment of the layer contains the
+                # bias.
                 mixer = attention.copy(alignment=Mixture((dot, bias), weights="sum"))
             block = Block(mixer, feed_forward, cross_mixer=cross, dropout_rate=rate, norm=norm)
             return Stack(
@@ -121,7 +123,8 @@ class Architecture:
 
         logits_scale = None
         if self.scaled != self.tied:
-            # The default of a T5, which is `None`, scales the outputs if the embedding is tied.
+            # The default value of `logits_scale`, `None`, scales the outputs if the embedding is
+            # tied. Other combinations of the two properties need an explicit scale.
             logits_scale = self.d_model**-0.5 if self.scaled else 1.0
         return EncoderDecoder(
             vocab_size=self.vocab_size,
@@ -138,13 +141,15 @@ class Architecture:
         """Returns the architecture of a model.
 
         Raises:
-          ValueError: if the model is not a T5. The message names a part that differs.
+          ValueError: if the model is not a T5. The message names a part of the model that differs
+            from a T5.
         """
         if not isinstance(model, EncoderDecoder | Encoder):
             raise ValueError(f"A {type(model).__name__} is not a T5. {REMEDY}")
         block, mixer, feed_forward = first_block(model.encoder, "encoder")
 
-        # The relative bias, which the layers share, or which is a part of each layer's alignment.
+        # Find the relative bias. It belongs to the stack if the layers share it. Otherwise, it is a
+        # part of each layer's alignment.
         alignment = mixer.alignment
         bias = model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
@@ -176,8 +181,8 @@ class Architecture:
             ids=model.ids,
         )
 
-        # The fields above come from a few parts of the model. Compare all parts, because the others
-        # may differ from a T5's.
+        # The fields above describe only a few parts of the model. Compare all parts, because the
+        # other parts of the model may differ from the parts of a T5.
         check_same_function(model, architecture.build())
         return architecture
 
@@ -190,7 +195,8 @@ def first_block(stack: Stack, name: str) -> tuple[Block, Attention, FeedForward]
       name: the stack's name in error messages.
 
     Raises:
-      ValueError: if the block has another mixer or another layer in place of these.
+      ValueError: if the block's mixer is not an `Attention`, or its other layer is not a
+        `FeedForward`.
     """
     block = stack.runs[0].block
     mixer = block.self_mixer
@@ -203,10 +209,10 @@ def first_block(stack: Stack, name: str) -> tuple[Block, Attention, FeedForward]
 
 
 def check_same_function(model: nn.Module, published: nn.Module) -> None:
-    """Raises a `ValueError` if a model computes something else than a published model.
+    """Raises a `ValueError` if a model does not compute the same function as a published model.
 
-    The message names the first part that differs. Settings that do not change the function, such as
-    the dtype, are not compared.
+    The error message names the first part in which the two models differ. Settings that do not
+    change the function, such as the dtype, are not compared.
     """
     expected = dict(_settings(to_json(published)))
     given = dict(_settings(to_json(model)))
@@ -219,11 +225,13 @@ def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, Py
     """Returns an equivalent T5 and its parameters, in the form that other libraries support.
 
     Other libraries divide the decoder's outputs by √d_model if the output projection is the
-    embedding, and only then. If a model combines these two properties otherwise, the returned model
-    has its own output projection, which includes the scale. Both models compute the same logits.
+    embedding. They do not divide the outputs if the model has its own output projection. A model of
+    this package may follow another rule. The returned model then has its own output projection,
+    which includes the scale. The given and the returned model compute the same logits.
 
     Raises:
-      ValueError: if the model is not a T5. The message names a part that differs.
+      ValueError: if the model is not a T5. The message names a part of the model that differs from
+        a T5.
     """
     architecture = Architecture.of(model)
     if architecture.scaled == architecture.tied:
@@ -241,14 +249,14 @@ _FREE = (
     "remat",
     "implementation",
 )
-"""Fields that change neither the parameters nor what the model computes without dropout."""
+"""The fields that change neither the parameters nor the outputs of a model without dropout."""
 
 
 def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yields the paths and values of all settings in a model's JSON that its function depends on.
+    """Yields the path and value of every setting that influences the outputs of a model.
 
-    Runs of equal layers are written out layer by layer, so that models compare equal however their
-    layers are grouped.
+    Runs of equal layers are written out layer by layer. Two models with the same layers therefore
+    compare equal even if their layers are grouped into different runs.
     """
     if isinstance(data, dict):
         runs = data.get("runs")

@@ -1,4 +1,4 @@
-"""Conversion of another library's checkpoint to a run directory."""
+"""Converts a checkpoint of another library to a run directory."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ def convert_checkpoint(
     """Writes a run directory with the parameters of another library's checkpoint, at step 0.
 
     The experiment of the new run is T5's fine-tuning on GLUE. The commands `eval` and `generate`
-    can use the directory, and other runs can start from its parameters with ``init_from``. At most
-    two parameters are in memory at a time, except if the source is a msgpack file or a run, which
-    are read as a whole. The directory appears when it is complete. Its ``events.jsonl`` contains
-    the event ``converted``, which names the source, and the commit of a model from the hub.
+    can use the directory, and other runs can start from its parameters with ``init_from``. A
+    msgpack file or a run is read as a whole. From other sources, at most two parameters are in
+    memory at a time. The directory appears only when all of its files are complete. Its
+    ``events.jsonl`` contains the event ``converted``, which names the source. For a model from the
+    hub, the event also names the commit.
 
     Args:
       source: the checkpoint; see `open_pretrained`. If it is a run, the new run has the same
         experiment, except for the model.
       directory: the new directory.
       revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
-      vocabulary: a vocabulary to use instead of the checkpoint's. Checkpoints of T5X have none.
+      vocabulary: a vocabulary to use instead of the vocabulary in the checkpoint. Checkpoints of
+        T5X do not contain a vocabulary.
       encoder: the name of a variant whose alignments the encoder's self-attention gets; see
-        `with_variants`. The new model computes the same as the old one at first; see `start_as`.
-        `None` keeps the model's alignments.
-      decoder: the same for the decoder.
+        `with_variants`. Before any training, the new model computes the same outputs as the old
+        model; see `start_as`. `None` keeps the model's alignments.
+      decoder: the name of a variant for the decoder's self-attention; see `encoder`.
       max_length: the number of positions in the tables of new alignments.
 
     Returns:
-      The parameters as nested dictionaries of `Unread`, from which callers take the shapes.
+      The parameters as nested dictionaries of `Unread`, which tell the shapes of the parameters.
     """
     with (
         new_directory(directory) as staging,
@@ -72,10 +74,10 @@ def convert_checkpoint(
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, encoder=encoder, decoder=decoder, max_length=max_length)
             params = start_as(teacher, model, params)
-            # `model` is derived from the checkpoint's model. Give it the dtype that the experiment
-            # has.
+            # `model` has the dtype of the checkpoint's model. Replace it by the dtype of the
+            # experiment.
             experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
-            # The new parameters are arrays, and `save_streamed` takes only `Unread`.
+            # The new parameters are arrays, but `save_streamed` accepts only `Unread`.
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
 
         save_run(experiment, staging)
@@ -91,8 +93,9 @@ def convert_checkpoint(
 def experiment_of(folder: pathlib.Path) -> Experiment:
     """Returns the experiment of the run that `convert_checkpoint` would make from a folder.
 
-    The folder is one of transformers, and only its configuration is read. The vocabulary is always
-    `Bytes`, even if the folder has another one.
+    The folder must be in the format of transformers. Only the configuration in the folder is read.
+    The vocabulary of the experiment is always `Bytes`, even if the folder contains another
+    vocabulary.
     """
     return _fine_tuning(model_of(folder), Bytes(), source=folder)
 
@@ -102,7 +105,8 @@ def _experiment(
 ) -> Experiment:
     """Returns the experiment of a converted run.
 
-    It is the source's own experiment if the source is a run, and T5's fine-tuning otherwise.
+    If the source is a run, the result is the experiment of the source. Otherwise, the result is
+    T5's fine-tuning.
     """
     model = pretrained.model
     vocabulary = vocabulary or pretrained.vocabulary
@@ -141,7 +145,7 @@ def _fine_tuning(
 ) -> Experiment:
     """Returns the experiment that fine-tunes a model like T5, on GLUE.
 
-    The model was read from `source`, which error messages name.
+    Error messages name `source`, the checkpoint from which the model was read.
     """
     _check_is_trained(model, source)
     assert isinstance(model, EncoderDecoder)

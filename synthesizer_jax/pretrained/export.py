@@ -1,4 +1,4 @@
-"""Export of a run's model to the file formats of other libraries."""
+"""Exports the model of a run to the file formats of other libraries."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ def export_run(
 ) -> None:
     """Writes the model of a run in a format of another library.
 
-    The directory appears when it is complete.
+    The directory appears only when all of its files are complete.
 
-    The lengths are limits of StableHLO programs, and by default the run's lengths. If the model was
-    trained on texts without inputs, `inputs_length` is the length of the beginning of a text, and
-    `max_length` the length of the rest. If only one of them is given, the other is what remains of
-    the run's ``targets_length``. If neither is given, both are half of it.
+    The lengths `inputs_length` and `max_length` are limits of StableHLO programs. By default, they
+    are the run's ``inputs_length`` and ``targets_length``. If the model was trained on texts
+    without inputs, `inputs_length` limits the beginning of a text, and `max_length` limits its
+    continuation. If only one of the two lengths is given, the other length is the rest of the run's
+    ``targets_length``. If neither length is given, both are half of ``targets_length``.
 
     Args:
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
@@ -69,7 +70,8 @@ def export_run(
         greedy.
 
     Raises:
-      ValueError: if the format does not exist, does not support the model, or has no such option.
+      ValueError: if the format does not exist, does not support the model, or does not have an
+        option that was given.
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}, but it must be one of {', '.join(FORMATS)}.")
@@ -112,7 +114,8 @@ def _limits(
     data = experiment.data
     if data.inputs_length:
         return Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
-    # The model was trained on texts without inputs. Beginning and rest share the row.
+    # The model was trained on texts without inputs. The beginning of a text and its continuation
+    # share the positions of a training row.
     row = data.targets_length
     max_length = max_length or max(1, row - (inputs_length or row // 2))
     return Limits(inputs_length or max(1, row - max_length), max_length, beams)
@@ -163,7 +166,7 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
 def _fenced(data: JSON) -> str:
     """Returns JSON as Markdown code.
 
-    Backticks in it are escaped, because a backtick could end the code.
+    Backticks in the JSON are escaped, because a backtick could end the code.
     """
     text = json.dumps(data, indent=1).replace("`", "\\u0060")
     return f"```json\n{text}\n```" if "\n" in text else f"`{text}`"

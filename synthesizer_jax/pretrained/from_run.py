@@ -16,7 +16,7 @@ from synthesizer_jax.runs.saved import SavedModel, find_checkpoint, has_adapters
 def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel, Variables]:
     """Returns the model and vocabulary of a run, and the variables of a checkpoint.
 
-    The model's layers are looped.
+    The layers of the returned model are looped.
 
     Args:
       source: ``RUN``, for the newest checkpoint, or ``RUN/checkpoints/STEP``.
@@ -26,7 +26,8 @@ def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel
     saved = load_model(directory)
     model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    # Only a run with adapters needs the code for training, which adds them to their base.
+    # Import the code for training only if the run has adapters. This code adds the adapters to the
+    # parameters of the base model.
     if has_adapters(directory):
         from synthesizer_jax.training.initial_parameters import restore_run
 

@@ -1,4 +1,4 @@
-"""Loads models, variables and vocabularies from directories, and uses them."""
+"""Loads models with their variables and vocabularies, generates texts and encodes texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from synthesizer_jax.runs.saved import is_run, open_vocabulary
 
 
 class Loaded(NamedTuple):
-    """A model with everything that is needed to use it.
+    """A model with its variables and its vocabulary.
 
     Attributes:
       model: the unbound model, with looped layers.
@@ -54,31 +54,32 @@ def load(
 ) -> Loaded:
     """Loads a model with its variables and its vocabulary.
 
-    This does not import TensorFlow.
+    The function does not import TensorFlow.
 
     Args:
-      path: the model. It is a run directory, ``RUN/checkpoints/STEP``, or a folder of Hugging Face
-        transformers with a T5 or its encoder. The folder must contain a tokenizer, except in
-        pipelines of diffusers, which have it in a folder beside the model. If ``huggingface_hub``
-        is installed, it can also be the name ``OWNER/NAME`` of such a folder on the Hugging Face
-        Hub. A folder inside the repository may follow, as in
+      path: the model. The path may be a run directory, ``RUN/checkpoints/STEP``, or a folder of
+        Hugging Face transformers with a T5 or with the encoder of a T5. The folder must contain a
+        tokenizer. Only in a pipeline of diffusers, the tokenizer is in a folder beside the model.
+        If ``huggingface_hub`` is installed, `path` can also be the name ``OWNER/NAME`` of a model
+        on the Hugging Face Hub. The name may end with a folder inside the repository, as in
         ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
       revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
       subfolder: the folder of the model inside `path`, such as ``"text_encoder_2"``.
-      variant: which files to read if a folder has several versions of the weights. For example,
-        ``"fp16"`` reads ``model.fp16.safetensors``. `None` reads ``model.safetensors``.
+      variant: the version of the weights to read if a folder contains several versions. For
+        example, ``"fp16"`` reads ``model.fp16.safetensors``. `None` reads ``model.safetensors``.
       mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`. The variables are sharded over it,
         one parameter at a time. The axes ``fsdp`` and ``tensor`` shard parameters, and ``data`` and
-        ``fsdp`` divide examples. The mesh may lack some of these axes. Variables and examples are
-        replicated over axes with other names. `None` uses one device.
-      dtype: the dtype of the parameters and of the computation. It is bfloat16 or float32, given by
-        name or as ``jnp.bfloat16``. ``"auto"`` is float32 on CPUs and bfloat16 on other devices.
-        With `None`, parameters are float32 and the computation has the model's own dtype.
-      encoder_only: whether to read only the encoder's tensors from a folder of transformers. The
-        model is then an `Encoder`.
+        ``fsdp`` divide examples. The mesh need not have all of these axes. Variables and examples
+        are replicated over mesh axes with other names. `None` uses one device.
+      dtype: the dtype of the parameters and of the computation. The dtype must be bfloat16 or
+        float32, and can be given as a string or as ``jnp.bfloat16``. ``"auto"`` means float32 on
+        CPUs and bfloat16 on other devices. If `dtype` is `None`, parameters are float32, and the
+        computation has the dtype of the model.
+      encoder_only: whether to read only the encoder's tensors from a folder of transformers. If it
+        is true, the loaded model is an `Encoder`.
 
     Raises:
-      FileNotFoundError: if there is no model, or it has no vocabulary.
+      FileNotFoundError: if there is no model at `path`, or if the model has no vocabulary.
       TypeError: if `mesh` is not a mesh of devices.
       ValueError: if the files cannot be read, if the dtype is not supported, or if the size of a
         mesh axis does not divide a parameter.
@@ -99,7 +100,7 @@ def load(
             variables = jax.tree.map(lambda x: x.astype(dtype_name), variables)
         return Loaded(model, variables, open_vocabulary(saved_vocabulary, run, model=model))
 
-    # Import this here, because a run can be loaded without the readers of other checkpoints.
+    # Import the readers of other checkpoints only here, because a run can be loaded without them.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
     with open_pretrained(
@@ -121,7 +122,8 @@ def load(
 def _check_dtype(dtype: DTypeLike) -> Dtype:
     """Returns the name of a dtype that models support, or raises a `ValueError`."""
     name: object = dtype
-    # If this is not a dtype of NumPy, `check_types` below raises an error with the allowed names.
+    # If the argument is not a dtype of NumPy, `check_types` below raises an error with the allowed
+    # names.
     with contextlib.suppress(TypeError):
         name = jnp.dtype(dtype).name
     check_types(TokenModel, {"dtype": name})
@@ -144,10 +146,11 @@ def generate(
       loaded: the result of `load`.
       texts: the inputs.
       max_length: the maximum number of tokens of an output, for greedy decoding.
-      inputs_length: the maximum number of tokens of an input. Longer inputs are truncated. Use 0
-        for a `LanguageModel` that was trained on texts without inputs; it then continues the texts.
-      decoding: other settings, which replace `max_length`. For example, ``Decoding(max_length=64,
-        temperature=0.7, top_p=0.9)`` samples.
+      inputs_length: the maximum number of tokens of an input. Longer inputs are truncated. Use 0 if
+        the model is a `LanguageModel` that was trained on texts without inputs. The model then
+        continues the given texts.
+      decoding: settings of decoding, which are used instead of `max_length`. For example,
+        ``Decoding(max_length=64, temperature=0.7, top_p=0.9)`` samples.
 
     Returns:
       The generated texts, in the order of the inputs.
@@ -169,8 +172,8 @@ def generate_with_scores(
       inputs_length: see `generate`.
 
     Returns:
-      A list of `Decoding.samples` texts for each input. The scores are log-probabilities under the
-      model, in nats. Beam search returns the best beam first. It orders beams by their
+      A list of `Decoding.samples` texts for each input. The score of a text is its log-probability
+      under the model, in nats. Beam search returns the best beam first. Beams are ordered by their
       log-probability divided by the length penalty.
     """
     predictor = _predictor(loaded, texts, inputs_length, decoding)
@@ -192,21 +195,21 @@ def encode(
       loaded: the result of `load`.
       texts: the inputs.
       inputs_length: the maximum number of tokens of an input. Longer inputs are truncated.
-      pool: whether to return the mean over the tokens of each text, including EOS. `None` pools
-        unless `pad_to` is given.
-      pad_to: the number of tokens, at least one, to which inputs are truncated or padded. It
-        replaces `inputs_length`. The states at padding are the same as in transformers.
-      attend_to_padding: whether tokens attend to the padding up to `pad_to`. This is what
-        transformers does without an ``attention_mask``.
+      pool: whether to return the mean over the tokens of each text, including EOS. With `None`, the
+        mean is returned unless `pad_to` is given.
+      pad_to: the number of tokens, at least one, to which inputs are truncated or padded. If it is
+        given, `inputs_length` is not used. The states at padding are the same as in transformers.
+      attend_to_padding: whether tokens attend to the padding up to `pad_to`. In transformers,
+        tokens attend to padding if no ``attention_mask`` is given.
 
     Returns:
-      A float32 array ``[n, d_model]`` if pooled, and otherwise ``[n, pad_to, d_model]`` if `pad_to`
-      is given. Without pooling and `pad_to`, it is a list of arrays ``[length, d_model]``.
+      A float32 array ``[n, d_model]`` with pooling. Without pooling, the result is an array ``[n,
+      pad_to, d_model]`` if `pad_to` is given, and otherwise a list of arrays ``[length, d_model]``.
 
     Raises:
       TypeError: if the model has no encoder.
-      ValueError: if `attend_to_padding` is set without `pad_to`, or if the length leaves no room
-        for tokens.
+      ValueError: if `attend_to_padding` is true but `pad_to` is not given, or if the length of
+        inputs leaves no room for tokens.
     """
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
@@ -223,7 +226,7 @@ def encode(
     predictor = _predictor(loaded, texts, length, Decoding(max_length=1))
     ids = [predictor.encode(text) for text in texts]
 
-    # One array ``[length, d_model]`` for each text.
+    # Compute an array ``[length, d_model]`` for each text.
     if pad_to is None:
         states = predictor.states(ids)
     else:
@@ -241,23 +244,23 @@ def encode(
 
     shape: tuple[int, ...] = (len(ids), length, width)
     if pool:
-        # Only real tokens count for the mean. Each row becomes ``[d_model]``.
+        # Average over only the real tokens of each text, which gives arrays ``[d_model]``.
         states = [x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)]
         shape = (len(ids), width)
-    # The shape is given because an empty list of texts would make an array ``[0]``.
+    # Reshape the array, because an empty list of texts would otherwise give the shape ``[0]``.
     return np.array(states, np.float32).reshape(shape)
 
 
 def _see_all(tokens: jax.Array) -> Mask:
-    """Returns the mask in which every token attends to all positions, also to padding."""
+    """Returns the mask that lets every token attend to all positions, including padding."""
     del tokens
     return Mask()
 
 
 def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
-    """Returns the mask in which padding also attends to the real tokens, as in transformers.
+    """Returns the mask that lets real tokens and padding attend to real tokens, as in transformers.
 
-    The tokens are ``[batch, k]``.
+    The argument `tokens` has the shape ``[batch, k]``.
     """
     return Mask(
         key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool)
@@ -278,7 +281,7 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
 def _predictor(
     loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
 ) -> Predictor:
-    """Returns a predictor for the texts. It uses the mesh over which the variables are sharded."""
+    """Returns a predictor for the texts, which uses the mesh that shards the variables."""
     if isinstance(texts, str):
         raise TypeError("texts is a single string instead of a sequence of strings. Pass [text].")
     model, variables, vocabulary = loaded

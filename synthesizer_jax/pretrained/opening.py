@@ -45,16 +45,17 @@ def open_pretrained(
 ) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run.
 
-    Parameters can be read only inside the context.
+    The function is a context manager. Parameters can be read only inside the context.
 
     Args:
-      source: a folder of Hugging Face transformers, a folder of PEFT with adapters for such a
-        model, a T5X checkpoint (a file or a directory), ``RUN`` or ``RUN/checkpoints/STEP``, or the
-        name of a model on the Hugging Face Hub.
+      source: the checkpoint. It may be a folder of Hugging Face transformers, a folder of PEFT with
+        adapters, a T5X checkpoint (a file or a directory), ``RUN`` or ``RUN/checkpoints/STEP``, or
+        the name of a model on the Hugging Face Hub.
       revision: see `locate`.
       subfolder: see `locate`.
       variant: see `open_folder`.
-      vocabulary: a vocabulary to use instead of the folder's tokenizer, which is then not read.
+      vocabulary: a vocabulary to use instead of the folder's tokenizer. If it is given, the
+        tokenizer is not read.
       compare: see `open_folder`.
       encoder_only: see `open_folder`.
 
@@ -108,11 +109,11 @@ def open_pretrained(
 
 
 def _check_file(path: pathlib.Path) -> None:
-    """Raises a `ValueError` if a file is recognized as something else than a T5X checkpoint.
+    """Raises a `ValueError` if a file is recognized as a file that is no T5X checkpoint.
 
-    The text encoders of diffusion models are often single files of tensors. Such a file contains
-    neither the model's configuration nor its tokenizer, so the user must give a folder that has
-    both.
+    The text encoders of diffusion models are often single files of tensors. A file of tensors
+    contains neither the configuration nor the tokenizer of the model. The user must therefore give
+    a folder that contains a configuration and a tokenizer.
     """
     with path.open("rb") as file:
         head = file.read(16)
@@ -124,7 +125,8 @@ def _check_file(path: pathlib.Path) -> None:
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")
 
-    # A safetensors file begins with the length of its header in 8 bytes. The header is JSON.
+    # A safetensors file begins with 8 bytes that contain the length of the header. The header is
+    # JSON and follows these bytes.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         name = SAFETENSORS
     elif head.startswith(_TORCH_FILES):
@@ -141,14 +143,14 @@ def _check_file(path: pathlib.Path) -> None:
 
 
 _TORCH_FILES = b"PK\x03\x04", b"\x80\x02"
-"""The first bytes of PyTorch files: a zip archive, or a pickle if saved before version 1.6."""
+"""The first bytes of PyTorch files, which are zip archives, or pickles before version 1.6."""
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:
     """Reads the model of a run.
 
     Raises:
-      ValueError: if the model cannot be converted to another library's format.
+      ValueError: if the model cannot be converted to the format of another library.
     """
     model = load_model(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
@@ -169,12 +171,12 @@ def _open_run(source: pathlib.Path) -> Pretrained:
 def read_params(
     pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None
 ) -> PyTree:
-    """Reads the parameters of an open checkpoint, one after the other.
+    """Reads the parameters of an open checkpoint one after another.
 
     Args:
       pretrained: the open checkpoint.
       mesh: the mesh over which the parameters are sharded. `None` uses one device.
-      dtype: the dtype of the parameters. `None` is float32.
+      dtype: the dtype of the parameters. `None` means float32.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jnp.asarray(x.read(dtype)), pretrained.params)

@@ -1,8 +1,8 @@
 """Reads and writes the checkpoints of T5X.
 
-They are a msgpack file, arrays of TensorStore, or a directory of Orbax. The parameters are read,
-and the state of the optimizer is not. A checkpoint has no configuration, so the architecture is
-derived from the names and shapes of its arrays.
+A checkpoint of T5X is a msgpack file, arrays of TensorStore, or a directory of Orbax. Only the
+parameters are read, without the state of the optimizer. A checkpoint has no configuration, so the
+architecture is derived from the names and shapes of the arrays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ARRAY = re.compile(
 )
 """Matches the names of files that describe arrays.
 
-An example is ``target.encoder.layers_0.…/.zarray``.
+For example, it matches the file name ``target.encoder.layers_0.…/.zarray``.
 """
 
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
@@ -64,7 +64,8 @@ _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 _HEADS = {"query": Layout(1), "key": Layout(1), "value": Layout(1), "out": Layout(2)}
 """How T5X stores kernels that have an axis of heads in this package.
 
-It merges ``[d_model, heads, width]`` and ``[heads, width, d_model]`` to matrices.
+T5X merges the axes of ``[d_model, heads, width]`` and ``[heads, width, d_model]``, so that the
+kernels are matrices.
 """
 
 
@@ -77,7 +78,7 @@ _ASSUMED = {
 
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
-    """Whether a directory is a T5X checkpoint."""
+    """Returns whether a directory is a T5X checkpoint."""
     return (directory / CHECKPOINT).is_file() or _orbax_item(directory) is not None
 
 
@@ -86,7 +87,7 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
 
     The checkpoint does not contain all settings of the model. A gated feed-forward layer is assumed
     to use GELU, as in T5 1.1, and the largest distance of the relative bias is assumed to be 128,
-    as in T5X's own T5s. Some models differ. For example, UL2 uses SiLU.
+    as in T5X's own T5s. These assumptions are wrong for some models. For example, UL2 uses SiLU.
 
     Args:
       path: a file, or a directory ``checkpoint_STEP``.
@@ -98,7 +99,8 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
     if item is not None:
         tensors = _open_stores(item)
     elif path.is_dir():
-        # Large arrays are in stores, and the others are in the msgpack file.
+        # Stores of TensorStore contain the large arrays. The msgpack file contains the small
+        # arrays.
         tensors = {**_open_msgpack(path / CHECKPOINT), **_open_stores(path)}
     else:
         tensors = _open_msgpack(path)
@@ -123,12 +125,13 @@ def write_checkpoint(
     Args:
       directory: an empty directory. T5X expects it to be called ``checkpoint_STEP``.
       model: the model, with looped layers.
-      variables: its variables.
+      variables: the variables of the model.
       step: the training step to record.
       scanned: whether to stack the layers of each stack on axis 1, as T5X's scalable T5 does.
 
     Raises:
-      ValueError: if T5X does not support the model. The message names what T5X lacks.
+      ValueError: if T5X does not support the model. The message names the part of the model that
+        T5X does not support.
     """
     if isinstance(model, Encoder):
         raise ValueError("T5X has no models with only an encoder. Export an EncoderDecoder.")
@@ -154,7 +157,7 @@ def write_checkpoint(
 
 
 def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the arrays in a msgpack file, which may be gzipped. Nothing in it is executed."""
+    """Returns the arrays in a msgpack file, which may be gzipped, without executing any code."""
     data = path.read_bytes()
     with reading(path):
         if data[:2] == _GZIP:
@@ -170,14 +173,14 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
         return {
             "/".join(map(str, keys)): Tensor.of(x)
             for keys, x in traverse_util.flatten_dict(target).items()
-            if isinstance(x, np.ndarray)  # other leaves may be paths of arrays in stores
+            if isinstance(x, np.ndarray)  # a leaf that is no array may be the path of a store
         }
 
 
 def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns the directory of an Orbax checkpoint that holds the arrays, or `None`.
+    """Returns the directory with the arrays of an Orbax checkpoint, or `None`.
 
-    It is `None` if the directory is not an Orbax checkpoint.
+    The result is `None` if the directory is not an Orbax checkpoint.
     """
     for item in (directory, directory / "state", directory / "default"):
         if (item / "_METADATA").is_file() or (item / OCDBT).is_file():
@@ -188,8 +191,8 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
 def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
     """Opens the arrays that TensorStore has written into a directory.
 
-    Other files of a checkpoint, such as the msgpack file, may name paths of arrays. These paths are
-    not followed, because an untrusted file could name any path.
+    Other files of a checkpoint, such as the msgpack file, may name paths of arrays. The function
+    does not follow these paths, because an untrusted file could name any path.
     """
     path = f"{directory.resolve()}/"
     store = {"driver": "file", "path": path}
@@ -217,10 +220,10 @@ def _open_store(files: Any, store: Mapping[str, str], match: re.Match[str]) -> A
       match: the match of `_ARRAY` with the name of the file that describes the array.
 
     Raises:
-      ValueError: if the file describes no array of numbers.
+      ValueError: if the file does not describe an array of numbers.
     """
-    # TensorStore accepts structured dtypes and ignores bytes after the JSON. Check here that the
-    # file is whole JSON and the dtype is a number.
+    # TensorStore accepts structured dtypes, and ignores bytes after the JSON. Check here that the
+    # file contains only JSON, and that the dtype is a dtype of numbers.
     about = json.loads(files.read(match[0]).result().value)
     dtype = about.get("dtype", about.get("data_type"))
     if not isinstance(dtype, str):
@@ -229,14 +232,14 @@ def _open_store(files: Any, store: Mapping[str, str], match: re.Match[str]) -> A
     spec = {
         "driver": _DRIVERS[match["about"]],
         "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
-        # Without this, TensorStore would silently replace a lost chunk by zeros.
+        # By default, TensorStore would silently replace a missing chunk by zeros.
         "fill_missing_data_reads": False,
     }
     array: Any = tensorstore.open(spec, open=True, read=True).result()
     chunks = array.chunk_layout.write_chunk.shape
     if any(chunk > max(n, 1) for chunk, n in zip(chunks, array.shape, strict=True)):
-        # TensorStore allocates whole chunks. A false, huge chunk size would end the process for
-        # lack of memory.
+        # TensorStore allocates memory for whole chunks. If a damaged file contained a huge chunk
+        # size, the process would run out of memory.
         raise ValueError(
             f"its chunks have the shape {chunks}, but the array has only the shape {array.shape}"
         )
@@ -246,12 +249,12 @@ def _open_store(files: Any, store: Mapping[str, str], match: re.Match[str]) -> A
 def _in_store(store: Any, source: pathlib.Path) -> Tensor:
     """Returns an array of TensorStore as a `Tensor`.
 
-    T5X once wrote bfloat16 as 16-bit integers, so arrays of uint16 are read as bfloat16.
+    Arrays of uint16 are read as bfloat16, because old versions of T5X wrote bfloat16 as uint16.
     """
     as_bits = store.dtype.name == "uint16"
 
     def read(layer: int | None) -> np.ndarray:
-        """Reads the array, or only one index of its axis 1."""
+        """Reads the whole array, or only one layer, which is an index of axis 1."""
         with reading(source):
             part = store if layer is None else store[:, layer]
             array: np.ndarray = part.read().result()
@@ -263,7 +266,7 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
 def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and the layout that a parameter of this package has in T5X.
 
-    Layers are looped on both sides.
+    Layers are looped both in this package and in the result.
     """
     if path == ("embedding",):
         return "token_embedder/embedding", SAME
@@ -272,12 +275,12 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if path[1] == "final_norm":
         return f"{path[0]}/{path[0]}_norm/scale", SAME
     if path[-1] == "rel_embedding":
-        # A shared bias is in ``encoder/relpos_bias``, and a bias per layer in
-        # ``encoder/layers_0/relpos_bias``.
+        # A shared relative bias has the name ``encoder/relpos_bias``. A relative bias of only one
+        # layer has a name such as ``encoder/layers_0/relpos_bias``.
         is_shared = path[1] == "relpos_bias"
         parent = path[:1] if is_shared else path[:2]
         return "/".join((*parent, "relpos_bias", "rel_embedding")), SAME
-    # T5X has no levels for the alignment and for the parts of a mixture.
+    # Names in T5X have no levels for the alignment and for the parts of a mixture.
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
 
@@ -285,14 +288,14 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
 def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
     """Returns the tensors under the names and shapes of T5X's minimal T5.
 
-    The minimal T5 has looped layers, and its kernels have no axis of heads. Scanned layers are
-    split, and axes of heads are merged.
+    The minimal T5 has looped layers, and its kernels have no axis of heads. The function therefore
+    splits scanned layers, and merges axes of heads.
     """
     looped = {}
     for name, x in tensors.items():
         stack, *rest = name.split("/")
-        # Scanned layers are in ``encoder/encoder`` or ``encoder/layers``, and looped ones in
-        # ``encoder/layers_0``.
+        # The names of scanned layers begin with ``encoder/encoder`` or ``encoder/layers``. The
+        # names of looped layers begin with ``encoder/layers_0``.
         if len(rest) < 2 or rest[0] not in (stack, "layers"):
             looped[name] = x
             continue
@@ -304,7 +307,7 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
             )
         for i in range(count):
             looped["/".join([stack, f"layers_{i}", *rest[1:]])] = _layer(x, i)
-    # Some checkpoints have another name for the relative bias.
+    # Some checkpoints call the relative bias ``relative_posemb``.
     return {
         name.replace("/relative_posemb/", "/relpos_bias/"): _without_heads(name, x)
         for name, x in looped.items()
@@ -312,12 +315,12 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _layer(x: Tensor, i: int) -> Tensor:
-    """Returns one layer of a tensor whose axis 1 is the layers."""
+    """Returns one layer of a tensor whose layers are stacked on axis 1."""
     return Tensor((x.shape[0], *x.shape[2:]), x.dtype, lambda _: x.read(i))
 
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
-    """Returns a tensor whose axis of heads, if it has one, is merged with another axis."""
+    """Returns a tensor with its axis of heads, if it exists, merged with another axis."""
     _, _, parent = name.rpartition("/")[0].rpartition("/")
     layout = _HEADS.get(parent)
     if layout is None or len(x.shape) != 3:
@@ -345,7 +348,7 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
     """Returns the architecture that the names and shapes imply.
 
     Raises:
-      ValueError: if they are not those of T5X's encoder-decoder.
+      ValueError: if the names or shapes do not belong to an encoder-decoder of T5X.
     """
 
     def shape(name: str) -> tuple[int, int]:
@@ -362,7 +365,7 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
         matches = [re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors]
         return len({match[1] for match in matches if match is not None})
 
-    # The first layer of the encoder shows what kind of T5 this is.
+    # The tensors of the encoder's first layer show what kind of T5 the checkpoint contains.
     layer = "encoder/layers_0"
     own_bias = f"{layer}/relpos_bias/rel_embedding" in tensors
     _, width = shape(f"{layer}/attention/query/kernel")

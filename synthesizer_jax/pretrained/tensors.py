@@ -1,6 +1,6 @@
 """Describes how other libraries store the parameters of this package.
 
-They use other names, and they reorder and merge axes.
+Other libraries use other names for parameters, and reorder and merge the axes of parameters.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 def reading(path: pathlib.Path, remedy: str = "Copy or download it again.") -> Iterator[None]:
     """Context manager like `describing`, for files of tensors.
 
-    The readers of such files also raise errors of their own types, which become a `ValueError`
-    here.
+    The libraries that read files of tensors raise errors of their own types. This context manager
+    turns these errors into a `ValueError`.
 
     Args:
-      path: the path of the file, which the message contains.
-      remedy: what the user can do, which ends the message.
+      path: the path of the file, for the error message.
+      remedy: a sentence about what the user can do, for the end of the error message.
 
     Raises:
       ValueError: if the contents of the file cannot be read.
@@ -53,10 +53,10 @@ class Layout:
     """How another library stores the axes of a parameter.
 
     Attributes:
-      rows: if given, the other library stores a matrix. Its rows are the first `rows` axes of this
-        package's array, merged, and its columns are the other axes. If `None`, the axes are the
-        same.
-      transposed: whether the matrix is transposed. This needs `rows`.
+      rows: the number of leading axes that the other library merges to the rows of a matrix. The
+        remaining axes are merged to the columns. `None` means that the axes are the same in both
+        libraries.
+      transposed: whether the matrix is transposed. If it is true, `rows` must be given.
     """
 
     rows: int | None = None
@@ -88,13 +88,13 @@ SAME = Layout()
 
 
 class Correspondence(NamedTuple):
-    """A parameter of this package, and where another library has it.
+    """A parameter of this package, and how another library stores the parameter.
 
     Attributes:
-      path: its keys in ``params``, in this package.
-      shape: its shape in this package.
-      name: its name in the other library.
-      layout: its layout in the other library.
+      path: the keys of the parameter in ``params``, in this package.
+      shape: the shape of the parameter in this package.
+      name: the name of the parameter in the other library.
+      layout: the layout of the parameter in the other library.
     """
 
     path: tuple[str, ...]
@@ -107,10 +107,10 @@ class Tensor(NamedTuple):
     """A tensor of a checkpoint, which is read when it is needed.
 
     Attributes:
-      shape: its shape.
-      dtype: the name of its dtype, in NumPy or in safetensors.
-      read: reads the tensor if called with `None`, or one index of its axis 1 if called with a
-        number.
+      shape: the shape of the tensor.
+      dtype: the name of the tensor's dtype, in NumPy or in safetensors.
+      read: a function that reads the tensor if the argument is `None`. If the argument is a number,
+        the function reads only this index of axis 1.
     """
 
     shape: tuple[int, ...]
@@ -124,19 +124,19 @@ class Tensor(NamedTuple):
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
-"""The tensors of a checkpoint by name."""
+"""The type of a dictionary of a checkpoint's tensors by name."""
 
 NameOf: TypeAlias = Callable[[tuple[str, ...]], tuple[str, Layout]]
-"""Maps the keys of a parameter of this package to its name and layout in another library.
+"""Maps the keys of a parameter here to the parameter's name and layout in another library.
 
-The layers are looped.
+The keys are the path of the parameter in a model with looped layers.
 """
 
 
 def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
     """Returns the name and layout in another library for every parameter of a model.
 
-    The keys are those of the model with looped layers, even if `model` has scanned ones.
+    The keys are those of the model with looped layers, even if the layers of `model` are scanned.
     """
     looped = unroll(model)
     shapes, _ = abstract_variables(looped, *looped.example(1, 1))
@@ -155,19 +155,20 @@ def match_tensors(
     source: pathlib.Path,
     ignored: Collection[str] = (),
 ) -> dict[str, PyTree]:
-    """Returns the parameters as nested dictionaries of `Unread`, if all names and shapes fit.
+    """Returns the parameters as nested dictionaries of `Unread`, after checking the tensors.
 
     The checkpoint must stay open until the parameters are read.
 
     Args:
       tensors: the tensors of the checkpoint, by name.
       parameters: the parameters of the model.
-      source: the path of the checkpoint, for messages.
-      ignored: names of tensors that may be present but are not parameters.
+      source: the path of the checkpoint, for error messages.
+      ignored: the names of tensors that the checkpoint may contain although they are not
+        parameters.
 
     Raises:
-      ValueError: if tensors are missing or superfluous, or have another shape or dtype. The message
-        lists all of them.
+      ValueError: if tensors are missing or superfluous, or have the wrong shape or dtype. The
+        message lists all tensors that do not fit.
     """
     problems = []
     for parameter in parameters:
@@ -197,14 +198,14 @@ def match_tensors(
 
 
 def _read(tensor: Tensor, parameter: Correspondence) -> np.ndarray:
-    """Reads a parameter in the dtype in which it is stored."""
+    """Reads a parameter. The result has the dtype of the stored tensor."""
     return parameter.layout.to_ours(tensor.read(None), parameter.shape)
 
 
 def named_tensors(
     params: PyTree, parameters: Sequence[Correspondence]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the value that each parameter has in another library.
+    """Yields the name and the value of each parameter in another library.
 
     The layers of `params` must be looped.
     """

@@ -1,4 +1,4 @@
-"""The parts of an HTML page: sections, tables, and charts that Matplotlib draws as inline SVG."""
+"""Makes the sections, tables and charts of an HTML page. Matplotlib draws the charts as SVG."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from synthesizer_jax.base.messages import escape_controls
 from synthesizer_jax.version import __version__
 
 FAINT = "#0000c9"
-"""A placeholder for the color ``--c9`` of the style sheet.
+"""The placeholder for the color ``--c9`` of the style sheet.
 
-Charts are drawn with placeholders ``#0000c1`` to ``#0000c9``. `to_svg` replaces them by the
-variables ``--c1`` to ``--c9`` of the style sheet, so that charts follow the colors of the page,
-also in dark mode.
+Charts are drawn with the placeholders ``#0000c1`` to ``#0000c9``. The function `to_svg` replaces
+the placeholders by the variables ``--c1`` to ``--c9`` of the style sheet. The charts therefore have
+the colors of the page, even in dark mode.
 """
 
 STYLE: dict[Any, Any] = {
@@ -42,13 +42,13 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.color": FAINT,
     "grid.linewidth": 0.4,
-    "text.parse_math": False,  # dollar signs do not start formulas
-    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a dollar sign does not start a formula
+    "svg.fonttype": "none",  # write text as text instead of as paths
     "svg.hashsalt": "report",
 }
 
 Line: TypeAlias = tuple[Sequence[float] | np.ndarray, ...]
-"""Two or four sequences of the same length: x, y, and for a band its lowest y and its highest y."""
+"""The x and y of a line, which have the same length. A band adds its lowest and highest y."""
 
 
 class Cell(NamedTuple):
@@ -100,7 +100,7 @@ def write_page(
       title: the title of the page.
       template: a template of this package that extends ``base.html.jinja``, which has the style
         sheet.
-      **variables: the variables of the template. ``page.html.jinja`` has the variables
+      **variables: the variables of the template. The variables of ``page.html.jinja`` are
         ``sections``, a list of `Section`, and ``sentences``.
     """
     facts = {"synthesizer_jax": __version__, "Python": platform.python_version()}
@@ -111,12 +111,12 @@ def write_page(
 def render(template: str, **variables: object) -> Markup:
     """Fills a template of this package with variables.
 
-    All texts are escaped, except those of the class `Markup`, because texts of runs may contain
-    anything.
+    All texts are escaped, because texts of runs may contain anything. Only objects of the class
+    `Markup` are not escaped.
 
     Args:
       template: the name of the template.
-      **variables: the variables of the template, which must all be given.
+      **variables: the variables of the template. Each variable must be given.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
@@ -142,24 +142,25 @@ def line_chart(
     """Draws lines, and bands around lines that have four sequences.
 
     Args:
-      lines: the lines by name. Each has its own color.
+      lines: the lines by name. Each line has its own color.
       x_label: the label of the x axis.
       y_label: the label of the y axis.
-      points: further lines with markers. Each is drawn in the color of the line with the same name.
-      logarithmic: whether the y axis may be logarithmic. It becomes logarithmic if all y are
-        positive and the largest is at least five times the smallest.
+      points: further lines, which have markers. Each of these lines has the color of the line with
+        the same name.
+      logarithmic: whether the y axis may be logarithmic. The y axis becomes logarithmic if all y
+        are positive and the largest y is at least five times the smallest y.
       logarithmic_x: whether the x axis is logarithmic.
       title: the title of the chart.
     """
     with drawing_style():
         columns = 1 if max(map(len, lines)) > 20 else 2
-        height = 2.8 + 0.17 * -(-len(lines) // columns)  # with the legend
+        height = 2.8 + 0.17 * -(-len(lines) // columns)  # the height includes the legend
         figure = Figure(figsize=(4.8, height), layout="constrained")
         axes = figure.subplots()
         for i, (name, line) in enumerate(lines.items()):
             color = f"C{i}"
             marked = (points or {}).get(name, ([], []))
-            dash = "-" if i < 8 else "--"  # there are eight colors, which are then used again
+            dash = "-" if i < 8 else "--"  # lines after the eighth repeat the eight colors
             axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=short_label(name))
             axes.plot(*marked[:2], "osD^vPX*"[i % 8] + dash, color=color, markersize=4)
             for drawn in (line, marked):
@@ -194,11 +195,11 @@ def heat_maps(
 ) -> Markup:
     """Shows matrices as tables whose cells are darker for numbers that are farther from 0.
 
-    Negative numbers have another color than positive ones. The cell of NaN is empty. Rows are
-    numbered from 1, and so are columns if they have no names.
+    Negative and positive numbers have different colors. The cell of a NaN is empty. Rows are
+    numbered from 1. Columns are numbered from 1 if they have no names.
 
     Args:
-      panels: matrices of the same shape, by their titles.
+      panels: matrices of the same shape, by title.
       x_label: the label of the columns.
       y_label: the label of the rows.
       columns: the names of the columns.
@@ -216,9 +217,9 @@ def heat_maps(
 
 
 def short_label(text: str) -> str:
-    """Returns a text as a label of a chart: one line of at most 40 characters.
+    """Returns a text as the label of a chart, which is a line of at most 40 characters.
 
-    The middle of a longer text is left out.
+    If the text is longer, the middle of the text is left out.
     """
     line = escape_controls(" ".join(text.split()))
     return line if len(line) <= 40 else f"{line[:19]}…{line[-20:]}"
@@ -244,10 +245,12 @@ def to_svg(figure: Figure, label: str = "") -> Markup:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     svg = re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    # All charts have the same ids of groups, but an id may occur only once in a page.
+    # Remove the ids of groups. They are the same in all charts, but an id may occur only once in a
+    # page.
     svg = re.sub(r' id="[A-Za-z.]+_\d+"', "", svg)
-    # The page sets the width; the view box keeps the proportions.
+    # Remove the width and the height. The page sets the width, and the view box keeps the
+    # proportions.
     opening = Markup(r'<svg role="img" aria-label="{}" \1').format(label.replace("\\", "/"))
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', opening, svg, count=1, flags=re.S)
-    # The result is safe HTML, because Matplotlib escapes texts.
+    # The SVG is safe HTML, because Matplotlib escapes texts.
     return Markup(re.sub("(?<=: )#0000(c[1-9])", r"var(--\1)", svg))

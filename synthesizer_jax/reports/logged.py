@@ -24,7 +24,7 @@ from synthesizer_jax.runs.saved import find_checkpoint, is_run, read_experiment
 from synthesizer_jax.training.run_directory import WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
-"""A line of a log, which has measures by name, or an example and its prediction."""
+"""A line of a log as a dictionary. It holds measures by name, or an example and a prediction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,10 @@ class LoggedRun:
       experiment: the contents of ``experiment.json``.
       training: the records of training, by step.
       evaluations: the records of evaluations, by step. If the command ``eval`` has evaluated a step
-        again, the record has its results.
-      newest: the measures of the newest evaluation that are numbers, by name.
+        again, the record has the results of ``eval``.
+      newest: the numeric measures of the newest evaluation, by name.
       answers: the labeled predictions of the newest evaluation, by task and example.
-      parameters: the number of parameters of the model, or `None` if there is no checkpoint to
-        count in.
+      parameters: the number of parameters of the model, or `None` if the run has no checkpoint.
       adapters: the number of parameters in adapters, or `None` if the run does not train adapters.
     """
 
@@ -76,8 +75,8 @@ class System:
             averaged.
 
         Returns:
-          The steps and the means. If there are several runs, also the lowest and the highest
-          values.
+          The steps and the means. If there are several runs, the lowest and the highest values
+          follow.
         """
         by_step = [
             {step: r[name] for step, r in getattr(run, kind).items() if r.get(name) is not None}
@@ -86,7 +85,8 @@ class System:
         steps = sorted(set.intersection(*map(set, by_step)))
         if not steps:
             return [], []
-        # [1 + runs, steps]: the first row has the steps, and the others the values of each run.
+        # The array has the shape [1 + runs, steps]. The first row contains the steps, and every
+        # other row contains the values of a run.
         values = np.array([steps, *([run[step] for step in steps] for run in by_step)], float)
         parts = np.array_split(values, min(most, len(steps)), axis=1)
         x, *y = np.stack([part.mean(1) for part in parts], axis=1)
@@ -97,17 +97,19 @@ class System:
 def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
     """Reads runs, and groups the runs whose experiments differ only in their seeds.
 
-    Fields that do not influence the results, such as the writers of metrics, may differ, too. If
-    two runs have exactly the same experiment, the runs of their group are not put together.
+    The runs of a group may also differ in fields that do not influence the results, such as the
+    writers of metrics. If two runs of a group have exactly the same experiment, each run of the
+    group becomes a system of its own.
 
     Args:
       directories: the directories of the runs.
 
     Raises:
-      FileNotFoundError: there is no run in a directory.
+      FileNotFoundError: a directory does not contain a run.
       ValueError: a run has logged nothing yet, or a file is damaged.
     """
-    # A name is the shortest end of a path that differs between all runs.
+    # The name of a run is the end of its path. It is as short as possible, but differs between all
+    # runs.
     paths = [absolute(directory).parts for directory in directories]
     distinct = (n for n in range(1, 9) if len({parts[-n:] for parts in paths}) == len(paths))
     length = next(distinct, 1)
@@ -122,13 +124,13 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
 
     systems: list[System] = []
     for runs in groups.values():
-        # Runs with the same experiment were probably made to be compared, for example before and
-        # after a change of code.
+        # Users probably want to compare runs with the same experiment. For example, one run was
+        # made before a change of the code, and another run after the change.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
         for together in [[run] for run in runs] if alike else [runs]:
             name = together[0].name
             if len(together) > 1:
-                # The common beginning of the names, without the number of the seed.
+                # Use the common beginning of the runs' names, without the number of the seed.
                 shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
                 common = re.sub(r"[-_./]?\d*$", "", shared)
                 if common and common not in {system.name for system in systems}:
@@ -145,7 +147,7 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
       directory: the directory of the run.
 
     Raises:
-      FileNotFoundError: there is no run in the directory.
+      FileNotFoundError: the directory does not contain a run.
       ValueError: the run has logged nothing yet, or a file is damaged.
     """
     experiment = read_experiment(directory, as_data=True)
@@ -163,7 +165,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
             "eval'."
         )
     for record in evaluations.values():
-        # If the data has no metrics, the score is the negative loss, which would only repeat it.
+        # If the data has no metrics, the score is the negative loss. Leave out the score, because
+        # it would only repeat the loss.
         if record.get("score") == -(record.get("loss") or math.nan):
             del record["score"]
 
@@ -195,7 +198,7 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
 def _count_in_base(experiment: JSON) -> int | None:
     """Returns the number of parameters of the model whose adapters a run trains.
 
-    Returns `None` if that model's run or checkpoint does not exist any more.
+    The result is `None` if the run or the checkpoint of the model does not exist any more.
 
     Args:
       experiment: the experiment of the run with adapters, as JSON data.
@@ -240,8 +243,8 @@ def _read_answers(path: pathlib.Path) -> dict[str, Record]:
 def differences(values: Sequence[JSON], path: str = "") -> Iterator[tuple[str, list[str]]]:
     """Yields the path of each field in which experiments differ, and its value in each experiment.
 
-    Seeds are left out. If objects have different classes or lists have different lengths, they are
-    yielded as a whole.
+    Seeds are left out. Objects of different classes, and lists of different lengths, are yielded as
+    a whole.
 
     Args:
       values: the experiments, or a field of each, as JSON data.
@@ -259,7 +262,7 @@ def differences(values: Sequence[JSON], path: str = "") -> Iterator[tuple[str, l
 
 
 def _compact(value: JSON) -> str:
-    """Returns JSON data in one line, with objects as calls of their classes."""
+    """Returns JSON data in one line, and writes an object as a call of its class."""
     if isinstance(value, dict):
         fields = [f"{n}={_compact(v)}" for n, v in value.items() if n != "type" and v is not None]
         return f"{value.get('type', '')}({', '.join(fields)})"

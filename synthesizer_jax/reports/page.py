@@ -1,4 +1,4 @@
-"""Writes the page that compares systems by the logs of their runs."""
+"""Writes the page that compares systems, from the logs of their runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from synthesizer_jax.reports.figures import Cell, Line, line_chart, write_page
 from synthesizer_jax.reports.logged import LoggedRun, Record, System, differences
 
 Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
-"""For each task, the records of the examples that all runs with the task share.
+"""Maps each task to the records of the examples that all runs with the task share.
 
 The lists are nested by example, by system and by the runs of the system.
 """
@@ -33,8 +33,8 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
       systems: one or more systems.
 
     Returns:
-      The rows of the table of scores. The first cell of a row has a task as its text and a metric
-      as its note, and the other cells have the scores of the systems.
+      The rows of the table of scores. The text of a row's first cell is a task, and the note of the
+      cell is a metric. The other cells of a row contain the scores of the systems.
     """
     runs = [run for system in systems for run in system.runs]
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
@@ -63,14 +63,14 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
 def _scores(systems: Sequence[System]) -> list[list[Cell]]:
     """Returns a row of a table for each task and metric.
 
-    The first cell names the task and the metric. Each other cell has the mean of a system over its
-    runs. If a system has several runs, its standard error follows. The note of an accuracy is its
-    confidence interval.
+    The first cell names the task and the metric. Every other cell contains the mean of a system
+    over its runs. If the system has several runs, the standard error follows the mean. The note of
+    an accuracy is the confidence interval of the accuracy.
     """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
     tasks = [name for name in names if "/" in name and not name.endswith("/loss")]
     overall = [name for name in ("GLUE", "SuperGLUE", "score", "loss") if name in names]
-    # Measures over all tasks can only be compared between runs with the same tasks.
+    # A measure over all tasks can be compared only between runs with the same tasks.
     same_tasks = len({frozenset(run.newest) for s in systems for run in s.runs}) == 1
     rows = []
     for name in (*tasks, *overall):
@@ -81,7 +81,7 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
         else:
             digits = 2 if lower_is_better else 1
 
-        # The runs of each system that have this measure, and the means of the systems.
+        # Find the runs of each system that have the measure, and compute the mean of each system.
         runs = [[run for run in system.runs if name in run.newest] for system in systems]
         means = [_mean([run.newest[name] for run in measured], digits) for measured in runs]
         numbers = [mean for mean in means if not math.isnan(mean)]
@@ -103,7 +103,7 @@ def _scores(systems: Sequence[System]) -> list[list[Cell]]:
 
 
 def _mean(values: Sequence[float], digits: int) -> float:
-    """Returns the rounded mean of some values, or NaN if there are none."""
+    """Returns the rounded mean of a list of values, or NaN if the list is empty."""
     return round(sum(values) / len(values), digits) if values else math.nan
 
 
@@ -122,7 +122,7 @@ def _interval_of_runs(runs: Sequence[LoggedRun], task: str) -> str:
 def _interval(answers: Sequence[Record]) -> tuple[float, float]:
     """Returns Wilson's 95% confidence interval (1927) of an accuracy, in percent.
 
-    Both ends are NaN if the answers have no labels.
+    Both ends of the interval are NaN if the answers have no labels.
     """
     z = 1.96
     n = len(answers)
@@ -136,12 +136,13 @@ def _interval(answers: Sequence[Record]) -> tuple[float, float]:
 def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
     """Returns two lists of charts by step.
 
-    The first list has a chart of the mean score over tasks (or of the score of the only task), and
-    a chart of the loss. The second list has a chart for each task if there are several. Charts of
-    scores are left out if there was only one evaluation.
+    The first list contains a chart of the mean score over tasks, and a chart of the loss. If there
+    is only one task, the first chart shows the score of this task. The second list contains a chart
+    for each task if there are several tasks. Charts of scores are left out if there was only one
+    evaluation.
     """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
-    # The first measure of every task.
+    # Keep only the first measure of every task.
     first = {name.rpartition("/")[0]: name for name in reversed(names) if "/" in name}
     shown = list(reversed(first.values()))
     if len(first) > 1:
@@ -188,14 +189,14 @@ def _share_right(records: Sequence[Record]) -> float:
 def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
     """Yields rows of a table: the input, the target and the answers of each system to an example.
 
-    For each task, the four examples are shown in which the systems differ most.
+    The table shows the four examples of each task in which the systems differ most.
     """
 
     def order(example: list[list[Record]]) -> tuple[float, float]:
         """Returns a sort key that is smaller for examples in which systems differ more.
 
-        With labels, it is the difference of the systems' shares of right answers. Without labels,
-        it is the number of different predictions.
+        If the examples have labels, the key contains the difference between the systems' shares of
+        right answers. Otherwise, the key is the negative number of different predictions.
         """
         shares = list(map(_share_right, filter(None, example)))
         if math.isnan(shares[0]):
@@ -210,7 +211,7 @@ def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
 
 
 def _judge(records: Sequence[Record]) -> list[Cell]:
-    """Returns the different answers of a system's runs, with the number of runs that gave each.
+    """Returns the different answers of a system's runs, and how many runs gave each answer.
 
     If the task has labels, an answer is marked as right or wrong.
     """
@@ -227,9 +228,10 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
 
 
 def _speed(system: System) -> list[str | Cell]:
-    """Returns a system's row of the table of speed: its name, runs, steps, parameters and rates.
+    """Returns a system's row of the table of speed.
 
-    A rate is the median over all logged steps, and its note has the quartiles.
+    The row contains the name, the number of runs, the steps, the parameters and the rates. A rate
+    is the median over all logged steps, and the note of a rate contains the quartiles.
     """
     sizes, adapters = (
         " or ".join(f"{number:,}" for number in sorted({*numbers} - {None}))

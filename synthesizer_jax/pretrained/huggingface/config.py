@@ -21,14 +21,14 @@ ADAPTER_TENSORS = "adapter_model.safetensors"
 IDS = {"pad_token_id": "padding", "eos_token_id": "end", "decoder_start_token_id": "start"}
 """Maps transformers' names of ids to fields of `SpecialIds`.
 
-The ids are in ``config.json`` and in ``generation_config.json``.
+The files ``config.json`` and ``generation_config.json`` contain these ids.
 """
 
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
-"""Settings that force transformers' decoder to emit a token. Models here cannot do this."""
+"""Settings that force transformers' decoder to emit a token, which models here cannot do."""
 
 TAKEN = "T5, FLAN-T5, ByT5, UL2, MADLAD, mT5, umT5 or T5Gemma"
-"""The models that can be read, for error messages."""
+"""The names of the models that can be read. Error messages list them."""
 T5GEMMA = "t5gemma"
 """The ``model_type`` of T5Gemma."""
 
@@ -56,9 +56,9 @@ _OTHERS = {
     ),
     "an encoder-decoder of another architecture": ("bart", "mbart", "marian", "pegasus", "m2m_100"),
 }
-"""Maps descriptions of other models to their values of ``model_type``, which are not supported.
+"""Maps descriptions of unsupported models to their values of ``model_type``.
 
-The descriptions make better error messages.
+Error messages contain the descriptions.
 """
 
 ACTIVATIONS = {
@@ -106,24 +106,27 @@ def read_config(
 ) -> Architecture:
     """Returns the architecture that a folder's ``config.json`` describes.
 
-    Versions of transformers differ in how they choose the output projection, and whether they scale
-    the decoder's outputs. Up to version 4, the model has its own output projection if
-    ``tie_word_embeddings`` is false. Otherwise it uses the embedding and scales the outputs.
+    Versions of transformers differ in how they choose the output projection, and in whether they
+    scale the decoder's outputs. Up to version 4, the model has its own output projection if
+    ``tie_word_embeddings`` is false. Otherwise, the model uses the embedding as its output
+    projection, and scales the decoder's outputs.
 
     From version 5 on, the model has its own output projection if the folder contains one. A T5 then
-    scales the outputs if ``scale_decoder_outputs`` is true; the default is the value of
-    ``tie_word_embeddings``. An mT5 does not scale them. A umT5 scales them here only if it has no
-    output projection of its own. (Version 5 of transformers also scales them if it has one. This is
-    a bug, because these models were trained without scaling.)
+    scales the decoder's outputs if ``scale_decoder_outputs`` is true. The default of
+    ``scale_decoder_outputs`` is the value of ``tie_word_embeddings``. An mT5 does not scale the
+    decoder's outputs. This package scales the decoder's outputs of a umT5 only if the model has no
+    output projection of its own. Version 5 of transformers also scales the outputs of a umT5 that
+    has its own output projection. This is a bug of transformers, because such umT5 models were
+    trained without scaling.
 
     Args:
       folder: the folder of the model.
       output: whether the folder contains an output projection that is not a copy of the embedding.
-        `None` means that this is not known.
+        `None` means that the output projection is not known yet.
       encoder_only: whether to return the architecture of only the encoder.
 
     Raises:
-      ValueError: if the configuration is not one of a supported T5.
+      ValueError: if the configuration does not describe a supported T5.
     """
     path = folder / CONFIG
     data = read_json(path)
@@ -137,7 +140,8 @@ def read_model_type(folder: pathlib.Path) -> str:
 
     Raises:
       FileNotFoundError: if the folder has no configuration.
-      ValueError: if it is another model. The message describes the model if it is known.
+      ValueError: if the folder contains another model. The message describes the model if its
+        ``model_type`` is known.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -160,7 +164,7 @@ def read_model_type(folder: pathlib.Path) -> str:
 
 
 Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
-"""A number of layers that a stack may have."""
+"""The type of a field that is the number of layers of a stack."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +203,7 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     config = _Config(**values)
     family = config.model_type
 
-    # The rules for the output projection; see `read_config`.
+    # Choose the output projection by the rules in `read_config`.
     flag = config.tie_word_embeddings
     if flag is None:
         flag = family != "mt5"
@@ -234,10 +238,10 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
 
 
 def _is_of_version_5(config: _Config) -> bool:
-    """Returns whether version 5 or a later one of transformers has written a configuration.
+    """Returns whether transformers 5 or a later version has written a configuration.
 
-    If the version is not in the file, the field ``scale_decoder_outputs`` shows it, which older
-    versions do not write.
+    If the file does not contain the version, the function looks for the field
+    ``scale_decoder_outputs``, which older versions do not write.
     """
     if not config.transformers_version:
         return config.scale_decoder_outputs is not None
@@ -256,8 +260,8 @@ def read_ids(
       unsaid: the ids to use if neither file contains them.
 
     Raises:
-      ValueError: if the files contradict each other, if a file has several ids for anything except
-        EOS, or if it forces a token.
+      ValueError: if the files contradict each other, if a file has several ids for a token other
+        than EOS, or if a file forces the decoder to emit a token.
     """
     found: dict[str, int] = {}
     also_end: tuple[int, ...] = ()
@@ -277,7 +281,7 @@ def read_ids(
                 if name not in IDS or value is None:
                     continue
 
-                # Only EOS can have several ids.
+                # Only EOS may have several ids.
                 ids = value if isinstance(value, list) else [value]
                 is_valid = len(ids) == 1 or (ids and name == "eos_token_id")
                 if not is_valid or any(type(i) is not int for i in ids):
@@ -286,8 +290,9 @@ def read_ids(
                         "one such id"
                     )
                 if name == "eos_token_id":
-                    # `generation_config.json` is read last and overrides `config.json`, as in
-                    # transformers' generate().
+                    # `generation_config.json` is read last, so that its ids for EOS override the
+                    # ids in `config.json`. The function generate() of transformers uses the same
+                    # order.
                     also_end = tuple(ids[1:])
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
                     raise ValueError(
@@ -299,7 +304,7 @@ def read_ids(
 def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of ``config.json`` and ``generation_config.json`` that contain ids."""
     fields: dict[str, object] = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()}
-    fields.update(dict.fromkeys(FORCED))  # null, because no token is forced
+    fields.update(dict.fromkeys(FORCED))  # null means that no token is forced
     if ids.also_end:
         fields["eos_token_id"] = list(ids.ends)
     return fields
@@ -316,7 +321,8 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
       ValueError: if transformers does not support the activations.
     """
     a = architecture
-    activations = {value: name for name, value in ACTIVATIONS.items()}  # names by activations
+    # Map the activations to their names in transformers.
+    activations = {value: name for name, value in ACTIVATIONS.items()}
     if a.activations not in activations:
         raise ValueError(
             f"The activations of the model are {a.activations}, but transformers only has "

@@ -39,7 +39,7 @@ from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_te
 from synthesizer_jax.primitives.parameters import Variables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""The names and dtypes in which tensors can be written."""
+"""Maps the names of dtypes to the dtypes in which tensors can be written."""
 
 CARD = "README.md"
 """The file name of the model card."""
@@ -61,7 +61,8 @@ def kind_of(model: TokenModel) -> Kind:
     """Returns how transformers stores a model. The model must have looped layers.
 
     Raises:
-      ValueError: if transformers does not support the model. The message names a part that differs.
+      ValueError: if transformers does not support the model. The message names the part of the
+        model that is not supported.
     """
     if is_t5gemma(model):
         name_of = t5gemma.torch_name_in_encoder
@@ -82,21 +83,21 @@ def write_folder(
 ) -> None:
     """Writes a model to an empty directory as a folder of transformers.
 
-    Versions 4 and 5 of transformers read the folder as the same model.
+    Version 4 and version 5 of transformers both read the folder as the same model.
 
     Args:
       folder: the empty directory.
       model: the model, with looped layers.
-      variables: its variables.
+      variables: the variables of the model.
       vocabulary: the vocabulary, which is written as a tokenizer. If it is `None`, no tokenizer is
         written.
-      dtype: the dtype of the tensors, a name of `DTYPES`.
+      dtype: the name of the tensors' dtype, which is a key of `DTYPES`.
       card: the text of the model card. If it is empty, no card is written.
 
     Raises:
       OSError: if the tensors cannot be written.
-      ValueError: if transformers does not support the model or the dtype. The message names what
-        transformers lacks.
+      ValueError: if transformers does not support the model, or if the dtype is unknown. The
+        message names the unsupported part of the model.
     """
     if dtype not in DTYPES:
         raise ValueError(f"The dtype is {dtype!r}, but it must be {' or '.join(DTYPES)}.")
@@ -114,7 +115,7 @@ def write_folder(
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written ({error}). Nothing was exported.") from None
-    # The library safetensors creates files that only their owner can read.
+    # The library safetensors creates files that only the owner of the file can read.
     path.chmod(0o644)
 
     if vocabulary is not None:
@@ -126,15 +127,15 @@ def write_folder(
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:
     """Writes the files with which `AutoTokenizer` gives a text the same ids as the vocabulary.
 
-    Sentinels are written as pieces of the SentencePiece file, as in mT5's file. Only then does
-    transformers find them in the same places as SentencePiece does: at the beginning of a word, and
-    without a space after them.
+    Sentinels are written as pieces of the SentencePiece file, as in mT5's file. Otherwise,
+    transformers would not find the sentinels in the same places as SentencePiece does.
+    SentencePiece finds a sentinel at the beginning of a word, without a space after the sentinel.
     """
     fields: dict[str, object] = {
         "pad_token": "<pad>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
-        "split_special_tokens": True,  # "</s>" in a text is four characters
+        "split_special_tokens": True,  # reads "</s>" in a text as four characters
         "legacy": True,
     }
 
@@ -150,7 +151,7 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         fields["cls_token"] = "<s>"
         fields["sep_token"] = "</s>"
         fields["mask_token"] = "<mask>"
-        del fields["split_special_tokens"]  # or sentinels would be split
+        del fields["split_special_tokens"]  # with this option, sentinels would be split
         (folder / TOKENIZER).write_text(tokenizer_json(vocabulary), encoding="utf-8")
     elif isinstance(vocabulary, SentencePiece):
         processor = vocabulary.processor

@@ -40,16 +40,16 @@ FILES = (
     ADDED,
     *SENTENCEPIECE,
 )
-"""The files of a model that are downloaded.
+"""Patterns of the files that are downloaded from the repository of a model.
 
-They are all files that can be read from a folder, except PyTorch's pickles. If one of them were
-left out, a model from the hub could differ from the same model in a folder.
+The patterns match all files that can be read from a folder, except PyTorch's pickles. If a file
+were left out, a model from the hub could differ from the same model in a folder.
 """
 
 OWNERS = dict.fromkeys(("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"), "google-t5")
-"""The owners of models whose names had no owner in the first years of the hub.
+"""Maps old names of models, which contain no owner, to the owners of the models.
 
-Older adapters still name their base without an owner.
+Adapters from the first years of the hub still name their base model without an owner.
 """
 
 _LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "requests")
@@ -65,8 +65,8 @@ class Found(NamedTuple):
 
     Attributes:
       folder: the path of the folder.
-      origin: a description for logs. It is an absolute path, or ``OWNER/NAME@COMMIT``, which
-        ``/FOLDER`` may follow.
+      origin: a description for logs. The description is an absolute path, or ``OWNER/NAME@COMMIT``,
+        or ``OWNER/NAME@COMMIT/FOLDER``.
     """
 
     folder: pathlib.Path
@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 
 def find_folder(source: pathlib.Path, revision: str | None = None) -> pathlib.Path:
-    """Returns only the folder that `locate` finds."""
+    """Returns the path of the folder that `locate` finds."""
     return locate(source, revision).folder
 
 
@@ -87,20 +87,20 @@ def locate(
 ) -> Found:
     """Returns the folder of a model, which is a path that exists or the name of a model on the hub.
 
-    Models of the hub are in the cache of the library ``huggingface_hub``, in a folder with the name
-    of the commit. Missing files are downloaded. Without a network, or with ``HF_HUB_OFFLINE=1``,
-    the files must already be in the cache.
+    A model of the hub is in the cache of the library ``huggingface_hub``, in a folder that has the
+    name of the commit. Files that are missing from the cache are downloaded. Without a network, or
+    with ``HF_HUB_OFFLINE=1``, the files must already be in the cache.
 
     Args:
       source: a path, ``OWNER/NAME``, ``OWNER/NAME/FOLDER``, or one of the names in `OWNERS`.
       revision: a branch, tag or commit of the model on the hub. `None` is the main branch.
       subfolder: a folder inside the source, such as ``text_encoder_2`` in a pipeline of diffusers.
-        The folder of its tokenizer is downloaded too.
+        The folder of the pipeline's tokenizer is downloaded too.
       variant: which files with weights are downloaded; see `weights.with_variant`.
 
     Raises:
-      FileNotFoundError: if there is neither such a path nor such a model, or the model has no
-        safetensors.
+      FileNotFoundError: if the source is neither a path nor a model on the hub, or if the model has
+        no safetensors.
       ValueError: if a revision is given for a path that exists.
     """
     if source.exists():
@@ -116,7 +116,8 @@ def locate(
     model = match["model"]
     inside = pathlib.PurePosixPath(match["folder"] or "", subfolder or "")
 
-    # The folder of the model and the folder of its tokenizer, which are often the same.
+    # Download the folder of the model and the folder of its tokenizer, which are often the same
+    # folder.
     needed = dict.fromkeys((inside, tokenizer_folder(inside)))
     included = "".join(f' "{folder}/*"' for folder in needed if str(folder) != ".")
     if included:
@@ -168,10 +169,11 @@ def _download(
       advice: the first sentences of error messages.
 
     Returns:
-      The model's folder in the cache. Its name is the hash of the commit.
+      The model's folder in the cache. The name of the folder is the hash of the commit.
 
     Raises:
-      FileNotFoundError: if the library is not installed, or the hub gives no such model.
+      FileNotFoundError: if ``huggingface_hub`` is not installed, or if the hub does not give the
+        model.
     """
     if not is_installed("huggingface_hub"):
         raise FileNotFoundError(
@@ -181,8 +183,8 @@ def _download(
 
     try:
         found = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
-    # The exceptions of these libraries have no class in common, so compare the names of their
-    # modules.
+    # The exceptions of the libraries in `_LIBRARIES` have no common base class. Compare the names
+    # of the modules that define the exceptions instead.
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
@@ -205,7 +207,7 @@ def _files(variant: str | None) -> list[str]:
 def _folders(source: pathlib.Path) -> str:
     """Returns a sentence that lists the folders in a source, after a space.
 
-    It is empty if there are none.
+    The sentence is empty if the source contains no folders.
     """
     if not source.is_dir():
         return ""

@@ -7,13 +7,13 @@ from synthesizer_jax.pretrained.tensors import SAME, Layout
 TRANSPOSED = Layout(1, transposed=True)
 """The layout of a torch matrix ``[outputs, inputs]``.
 
-It is ``[inputs, outputs]`` or ``[d_model, heads, width]`` in this package.
+In this package, the same parameter is ``[inputs, outputs]`` or ``[d_model, heads, width]``.
 """
 
 HEADS_OF_OUTPUTS = Layout(2, transposed=True)
 """The layout of a torch matrix ``[d_model, heads · width]``.
 
-It is ``[heads, width, d_model]`` in this package.
+In this package, the same parameter is ``[heads, width, d_model]``.
 """
 
 _SUBLAYERS = {
@@ -28,7 +28,7 @@ _SUBLAYERS = {
     ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
     ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
 }
-"""Maps a stack and the name of a sub-layer in this package to its name in transformers."""
+"""Maps a stack and the name of a sub-layer here to the sub-layer's name in transformers."""
 
 _LEAVES = {
     "query": ".q",
@@ -38,27 +38,27 @@ _LEAVES = {
     "rel_embedding": ".relative_attention_bias",
     "scale": "",
 }
-"""Maps names of parameters in this package to the ends of their names in transformers."""
+"""Maps the name of a parameter here to the end of the parameter's name in transformers."""
 
 EMBEDDINGS = ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
-"""The names that the embedding may have. A folder has it under one name, or as equal copies."""
+"""The names of the embedding. A folder may contain equal copies of it under several names."""
 
 OUTPUT = "lm_head.weight"
 """The name of the output projection."""
 
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-"""A tensor in the first published folders that no model uses."""
+"""The name of an unused tensor, which the first published folders contain."""
 
 
 def is_in_encoder(name: str) -> bool:
-    """Whether a tensor belongs to the encoder, or may be its embedding."""
+    """Returns whether a tensor belongs to the encoder, or may be the encoder's embedding."""
     return name in EMBEDDINGS or not (name.startswith("decoder.") or name == OUTPUT)
 
 
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and layout that a parameter of this package has in PyTorch.
 
-    The layers are looped.
+    The path of the parameter must be that of a model with looped layers.
     """
     if path == ("embedding",):
         return EMBEDDINGS[0], SAME
@@ -68,14 +68,15 @@ def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if part == "final_norm":
         return f"{stack}.final_layer_norm.weight", SAME
     if part == "relpos_bias":
-        # In transformers, the first layer holds the bias of its stack.
+        # In transformers, the first layer of a stack holds the relative bias of the whole stack.
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return name, TRANSPOSED
 
-    # Skip the levels of the alignment and of the parts of a mixture, which transformers lacks.
+    # Names in transformers have no levels for the alignment and for the parts of a mixture. Skip
+    # these levels.
     leaf = next(key for key in rest[1:] if key != "align" and not key.startswith("part_"))
     name = _LEAVES.get(leaf, f".{leaf}")
     layout = {"out": HEADS_OF_OUTPUTS, "scale": SAME}.get(leaf, TRANSPOSED)
     number = part.removeprefix("layers_")
-    # For example, ``encoder.block.0.layer.0.SelfAttention.q.weight``.
+    # The name may be ``encoder.block.0.layer.0.SelfAttention.q.weight``, for example.
     return f"{stack}.block.{number}.{_SUBLAYERS[stack, rest[0]]}{name}.weight", layout

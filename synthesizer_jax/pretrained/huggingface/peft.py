@@ -1,6 +1,6 @@
 """Reads and writes folders of PEFT that hold LoRA adapters of a T5 or T5Gemma.
 
-Such a folder contains ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors are
+A folder of PEFT contains ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors are
 low-rank updates of matrices, and whole parameters that ``modules_to_save`` names.
 """
 
@@ -39,16 +39,16 @@ from synthesizer_jax.pretrained.tensors import (
 from synthesizer_jax.primitives.parameters import Variables
 
 _PREFIX = "base_model.model."
-"""The beginning of all names of tensors in a folder of PEFT."""
+"""The prefix of every tensor's name in a folder of PEFT."""
 
 _WEIGHT, _BASE_LAYER = ".weight", ".base_layer.weight"
-"""The ends of the names of a module's tensor, without and with an update that PEFT adds to it."""
+"""The suffixes of a module's tensor if PEFT adds no update to the tensor, and if it adds one."""
 
 _SHARED, *_EMBEDDINGS_OF_STACKS = (name.removesuffix(_WEIGHT) for name in EMBEDDINGS)
-"""The modules of a T5 that hold the embedding: a common one, and one in each stack."""
+"""The modules of a T5 that hold the embedding: the shared module, and a module in each stack."""
 
 _TORCH_TENSORS = "adapter_model.bin"
-"""A file of older adapters, which is a pickle and therefore not read."""
+"""The file name of older adapters. The file is a pickle, so it is not read."""
 
 _WRITTEN: dict[str, object] = {
     "peft_type": "LORA",
@@ -81,10 +81,10 @@ OPTIONS: dict[str, tuple[object, ...]] = {
     "use_qalora": (False,),
     "velora_config": (),
 }
-"""Options of PEFT that change what is computed or saved, and their supported values.
+"""The supported values of PEFT's options that change what is computed or saved.
 
-With these values, a matrix with adapters is W + (alpha / rank) · B · A. Here, W is the base's
-matrix, which is not changed. Null is supported for all options except ``peft_type``.
+With the supported values, a matrix with adapters is W + (alpha / rank) · B · A, where W is the
+unchanged matrix of the base model. Null is supported for all options except ``peft_type``.
 """
 
 IGNORED = frozenset(
@@ -114,31 +114,34 @@ IGNORED = frozenset(
         "use_rslora",
     }
 )
-"""Options that may have any value.
+"""The options of PEFT that may have any value.
 
-Some of them are read elsewhere in this module. Others only describe how the adapters were trained,
-or repeat what the tensors and other options say. For example, the configurations of initializers
-only matter with certain values of ``init_lora_weights``, which `OPTIONS` checks.
+Other functions of this module read some of these options. The remaining options only describe how
+the adapters were trained, or repeat information from the tensors and other options. For example,
+the configurations of initializers only matter for certain values of ``init_lora_weights``, which
+`OPTIONS` checks.
 """
 
 
 def is_adapter(source: pathlib.Path) -> bool:
-    """Whether a path is a folder of PEFT."""
+    """Returns whether a path is a folder of PEFT."""
     return (source / ADAPTER_CONFIG).is_file()
 
 
 def base_of(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of the base, to which a folder's adapters belong.
+    """Returns the folder of the base model of a folder's adapters.
 
-    The base is a model or a folder of other adapters.
+    The base model may itself be a folder of adapters.
 
     Raises:
-      ValueError: if the folder does not name its base, or the names lead back to the adapters.
-      FileNotFoundError: if the base does not exist; see `find_folder`.
+      ValueError: if the folder does not name a base model, or if following the names of base models
+        leads back to the same adapters.
+      FileNotFoundError: if the base model does not exist; see `find_folder`.
     """
     base = other = _named_base(folder)
     seen = {folder.resolve()}
-    # Follow the bases of adapters to the end, so that a circle is found before anything is read.
+    # Follow the names of base models until a folder has no adapters, so that a circle is found
+    # before any tensor is read.
     while other.resolve() not in seen:
         if not is_adapter(other):
             return base
@@ -181,15 +184,16 @@ def _check_options(config: Mapping[str, Any]) -> None:
 
 
 def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
-    """Returns an open T5 to which a folder's adapters are added.
+    """Returns an open T5 with the adapters of a folder added to its parameters.
 
-    When a matrix is read, its low-rank update is added. Tensors of ``modules_to_save`` replace the
-    tensors of the base. For an `Encoder`, tensors of the decoder are left out.
+    The low-rank update of a matrix is added when the matrix is read. Tensors of ``modules_to_save``
+    replace the tensors of the base model. If the base model is an `Encoder`, tensors of the decoder
+    are ignored.
 
     Raises:
       FileNotFoundError: if the folder has no safetensors.
-      ValueError: if the adapters are of another kind or belong to another model. The message lists
-        all tensors that do not fit.
+      ValueError: if the adapters are not LoRA adapters of a supported form, or belong to another
+        model. The message lists all tensors that do not fit.
     """
     name_of = kind_of(base.model).name_of
     path = folder / ADAPTER_CONFIG
@@ -197,7 +201,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     with describing(path, "Merge the adapters into the model with PEFT, and give that folder."):
         _check_options(config)
         alpha = float(config["lora_alpha"])
-        # The scale is alpha / rank, or alpha / √rank with rank-stabilized LoRA.
+        # The update is scaled by alpha / rank, or by alpha / √rank with rank-stabilized LoRA.
         power = 0.5 if config.get("use_rslora") else 1.0
         wrapped = [str(name) for name in config.get("modules_to_save") or ()]
     saved = _open_tensors(folder)
@@ -209,7 +213,8 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     known: set[str] = set()
     for c in correspondences(base.model, name_of):
         modules = _modules_of(c, base.model)
-        # The tensors that replace the parameter, if `modules_to_save` names it.
+        # Collect the tensors that replace the parameter. They exist if `modules_to_save` names the
+        # parameter.
         whole = {
             name: tensors[name] for module in modules for name in _whole(module) if name in tensors
         }
@@ -228,7 +233,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         a, b = (tensors.get(name) for name in updates)
         if a is None and b is None:
             continue
-        # The shape of the torch matrix, ``[outputs, inputs]``.
+        # The torch matrix has the shape ``[outputs, inputs]``.
         outputs, inputs = c.layout.shape(c.shape)
         if a is None or b is None or not _are_update(a, b, inputs, outputs):
             problems.append(
@@ -237,7 +242,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
             )
             continue
         scale = alpha / a.shape[0] ** power
-        # A matrix of `modules_to_save` may have an update too.
+        # A matrix that `modules_to_save` names may have a low-rank update too.
         matrix = updated.get(c.path, params[c.path])
         updated[c.path] = Unread(c.shape, functools.partial(_read_updated, matrix, c, a, b, scale))
 
@@ -252,7 +257,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
 
 
 def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the tensors of a folder, by the names that they have in the model."""
+    """Returns the tensors of a folder by name, without PEFT's prefix."""
     path = folder / ADAPTER_TENSORS
     if not path.is_file() and (folder / _TORCH_TENSORS).is_file():
         raise FileNotFoundError(
@@ -280,9 +285,9 @@ def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
     """Returns the names of the modules of transformers that hold a parameter of this package.
 
-    In transformers, several modules hold the embedding of a T5, and the output projection holds it
-    too if it is tied. These modules share one tensor until PEFT wraps one of them. Then each of
-    them computes with its own copy.
+    In transformers, several modules hold the embedding of a T5. A tied output projection holds the
+    embedding too. All of these modules share one tensor until PEFT wraps one of the modules. After
+    that, each module computes with its own copy of the tensor.
     """
     module = c.name.removesuffix(_WEIGHT)
     if c.path != ("embedding",):
@@ -303,15 +308,16 @@ def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
 def _share_embedding(
     tensors: dict[str, Tensor], model: TokenModel, wrapped: list[str]
 ) -> list[str]:
-    """Gives the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
+    """Copies the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
 
-    If PEFT has saved this tensor, it is usually a copy of the base's. If ``modules_to_save`` names
-    it, the tensor has no effect, because transformers computes with the embeddings of the stacks.
-    This is reported as a problem.
+    If a folder of PEFT contains ``shared.weight``, the tensor is usually a copy of the base model's
+    tensor. If ``modules_to_save`` names the module ``shared``, the tensor has no effect, because
+    transformers computes with the embeddings of the stacks. The function reports such a tensor as a
+    problem.
 
     Args:
-      tensors: the tensors by name, which are changed in place.
-      model: the model of the base.
+      tensors: the tensors by name. The dictionary is changed in place.
+      model: the base model.
       wrapped: the names in ``modules_to_save``.
 
     Returns:
@@ -333,7 +339,7 @@ def _share_embedding(
 
 
 def _whole(module: str) -> tuple[str, str]:
-    """Returns the two names that a module's own tensor may have in PEFT."""
+    """Returns the two names that the tensor of a module may have in PEFT."""
     return module + _WEIGHT, module + _BASE_LAYER
 
 
@@ -343,7 +349,7 @@ def _updates(module: str) -> tuple[str, str]:
 
 
 def _are_update(a: Tensor, b: Tensor, inputs: int, outputs: int) -> bool:
-    """Whether two tensors are A and B for a matrix ``[outputs, inputs]``."""
+    """Returns whether two tensors can be A and B of an update of a matrix ``[outputs, inputs]``."""
     rank = a.shape[:1]
     shapes = (*rank, inputs), (outputs, *rank)
     return (a.shape, b.shape) == shapes and a.dtype in FLOATS and b.dtype in FLOATS
@@ -353,9 +359,10 @@ def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) 
     """Returns why tensors cannot replace a parameter, or `None` if they can.
 
     Args:
-      c: the parameter.
-      whole: the tensors that replace it, by name.
-      modules: the modules that share the parameter. All must be replaced by equal tensors.
+      c: the parameter, as a `Correspondence`.
+      whole: the tensors that replace the parameter, by name.
+      modules: the modules that share the parameter. Equal tensors must replace the parameter in all
+        of these modules.
     """
     shape = c.layout.shape(c.shape)
     for name, tensor in whole.items():
@@ -372,14 +379,14 @@ def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) 
 
 
 def _read_whole(c: Correspondence, tensor: Tensor) -> np.ndarray:
-    """Reads a parameter from a folder of PEFT that holds it whole."""
+    """Reads a parameter whose replacement is saved in a folder of PEFT."""
     return c.layout.to_ours(tensor.read(None), c.shape)
 
 
 def _read_updated(
     base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float
 ) -> np.ndarray:
-    """Reads a parameter and adds its low-rank update."""
+    """Reads a parameter, and adds the low-rank update of the parameter."""
     update = np.matmul(b.read(None).astype(np.float32), a.read(None).astype(np.float32))
     return base.read("float32") + c.layout.to_ours(scale * update, c.shape)
 
@@ -389,17 +396,17 @@ def write_adapters(
 ) -> None:
     """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
-    They are adapters for the T5 in transformers. Parameters that the run has trained as a whole
-    become ``modules_to_save``.
+    The written adapters fit the T5 of transformers. If the run has trained a parameter as a whole,
+    the parameter becomes one of ``modules_to_save``.
 
     Args:
       folder: the empty directory.
-      adapted: the model, with looped layers, and its adapters.
+      adapted: the model with looped layers, and the adapters of the model.
       variables: the variables that the run has trained.
 
     Raises:
-      ValueError: if the model is not a T5, for example if it is a classifier. The message names
-        what transformers lacks.
+      ValueError: if the model is not a T5, for example if it is a classifier. The message names the
+        part of the model that transformers does not support.
     """
     model = adapted.model
     found = correspondences(model, kind_of(model).name_of)
@@ -408,7 +415,7 @@ def write_adapters(
     targets: set[str] = set()
     saved: set[str] = set()
     for c in found:
-        # The output projection includes the scale of the logits, as in `with_output_of_t5`.
+        # The written output projection includes the scale of the logits, as in `with_output_of_t5`.
         keys = ("params", *c.path)
         scale = np.float32(1.0)
         if c.path == ("logits_kernel",):
@@ -421,14 +428,15 @@ def write_adapters(
         elif keys in adapted.updates:
             module = c.name.removesuffix(_WEIGHT)
             rank = adapted.updates[keys].rank
-            # A becomes ``[rank, inputs]`` and B ``[outputs, rank]``.
+            # Reshape A to ``[rank, inputs]`` and B to ``[outputs, rank]``.
             a = np.asarray(arrays[*keys, LORA_A]).reshape(-1, rank).T
             b = (np.asarray(arrays[*keys, LORA_B]) * scale).reshape(rank, -1).T
             for name, matrix in zip(_updates(module), (a, b), strict=True):
                 tensors[_PREFIX + name] = np.ascontiguousarray(matrix)
             targets.add(module)
 
-    # If all modules with these last names are adapted, write only the last names, such as q and v.
+    # The last parts of the modules' names, such as q and v, are enough if every module with such a
+    # name is adapted.
     leaves = {module.rpartition(".")[2] for module in targets}
     named = {c.name.removesuffix(_WEIGHT) for c in found}
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:
@@ -442,5 +450,5 @@ def write_adapters(
     text = json.dumps(_WRITTEN | config, indent=1)
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
-    # The library safetensors creates files that only their owner can read.
+    # The library safetensors creates files that only the owner of the file can read.
     (folder / ADAPTER_TENSORS).chmod(0o644)

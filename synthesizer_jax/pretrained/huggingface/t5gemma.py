@@ -1,7 +1,7 @@
 """T5Gemma in transformers: its ``config.json`` and the names of its parameters (Zhang et al. 2025).
 
-The encoder and the decoder are like Gemma 2. They may have different sizes, and each has its own
-embedding.
+The encoder and the decoder are like Gemma 2. The sizes of the encoder and the decoder may differ,
+and each of the two stacks has its own embedding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
 
 PREFIX = "model."
-"""The prefix of the names of tensors in whole models. Encoders lack it."""
+"""The prefix of tensors' names in whole models. Encoders do not have the prefix."""
 
 OUTPUT = "lm_head.out_proj.weight"
 """The name of the output projection."""
@@ -109,8 +109,8 @@ class _Stack:
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
         """Returns the stack that the fields describe."""
         scale = self.query_pre_attn_scalar**-0.5
-        # Cross-attention has no positions and sees all keys. Self-attention has rotary positions,
-        # and in some layers a window.
+        # Cross-attention has no positions and sees all keys. Self-attention has rotary positions.
+        # In some layers, self-attention also has a window.
         cross = Attention(
             self.num_attention_heads,
             self.head_dim,
@@ -126,8 +126,8 @@ class _Stack:
         global_mixer = cross.copy(alignment=rotary)
         window = self.sliding_window
         if window is not None and not in_decoder:
-            # The encoders of transformers 5 see one key more on both sides than a window of this
-            # package.
+            # In the encoders of transformers 5, a query sees one more key on each side than with a
+            # window of the same size in this package.
             window += 1
 
         activations = (_ACTIVATIONS[self.hidden_activation], "linear")
@@ -141,7 +141,7 @@ class _Stack:
             output_norm=True,
         )
         blocks = {_GLOBAL: block, _LOCAL: block.copy(self_mixer=global_mixer.copy(window=window))}
-        # By default, the layers alternate and begin with a window.
+        # By default, layers with and without a window alternate. The first layer has a window.
         kinds = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
         runs = tuple(Run(blocks[kind], 1) for kind in kinds[: self.num_hidden_layers])
         return Stack(runs, norm=norm, dropout_rate=dropout_rate)
@@ -164,7 +164,7 @@ class _Stack:
         windows = [getattr(other, "window", None) for other in mixers]
         window = next(filter(None, windows), None)
         if window is not None and block.cross_mixer is None:
-            # The reverse of `build`: only encoders have no cross-attention.
+            # Undo the increment in `build`. Only blocks of an encoder have no cross-attention.
             window -= 1
 
         activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -192,8 +192,9 @@ class _Stack:
 def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns the settings of rotary positions of a stack.
 
-    Version 4 of transformers calls them ``rope_scaling``, and version 5 ``rope_parameters``. If a
-    stack has both, version 5 uses ``rope_scaling``, and so does this function.
+    Version 4 of transformers calls the settings ``rope_scaling``. Version 5 calls the settings
+    ``rope_parameters``. If a stack has both keys, this function uses ``rope_scaling``, as version 5
+    does.
     """
     names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name)]
     if not names:
@@ -210,11 +211,11 @@ class T5Gemma:
 
     Attributes:
       encoder: the fields of the encoder.
-      decoder: the fields of the decoder. If it is `None`, there is only an encoder.
+      decoder: the fields of the decoder. `None` means that the model is only an encoder.
       tied: whether the decoder's embedding is also the output projection.
       dropout_rate: the rate of dropout outside attention.
       attention_dropout: the rate of dropout of attention weights.
-      ids: the ids of padding, of the end and of the start.
+      ids: the token ids of padding, of the end of a text, and of the decoder's start.
     """
 
     encoder: _Stack
@@ -240,7 +241,8 @@ class T5Gemma:
             rates = {name: data.get(name, 0.0) for name in ("dropout_rate", "attention_dropout")}
             tied = data.get("tie_word_embeddings", True)
             check_types(cls, {"tied": tied, **rates})
-        # Ids in the whole configuration come before those in its decoder.
+        # Ids at the top level of the configuration take precedence over ids in the entry
+        # ``decoder``.
         ids = {name: decoder_fields.get(name) for name in IDS}
         ids.update(data)
         # The decoder of a T5Gemma starts with BOS unless the files name another id.
@@ -258,7 +260,8 @@ class T5Gemma:
         """Returns the configuration of a model.
 
         Raises:
-          ValueError: if the model is not a T5Gemma. The message names a part that differs.
+          ValueError: if the model is not a T5Gemma. The message names a part of the model that
+            differs from a T5Gemma.
         """
         assert isinstance(model, EncoderDecoder | Encoder)
         common: dict[str, Any] = {
@@ -303,7 +306,7 @@ class T5Gemma:
     def write(self, dtype: str) -> dict[str, Any]:
         """Returns the fields of a ``config.json`` that transformers 4 and 5 read as the same model.
 
-        The name of the tensors' dtype is `dtype`.
+        The argument `dtype` is the name of the tensors' dtype.
         """
         ids = {name: value for name, value in write_ids(self.ids).items() if name not in FORCED}
         ids["bos_token_id"] = self.ids.start
@@ -319,7 +322,8 @@ class T5Gemma:
                 scaling["factor"] = factor
             rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
             if factor is not None:
-                # Version 4 reads only this key, and version 5 prefers it.
+                # Version 4 of transformers reads only ``rope_scaling``, and version 5 prefers
+                # ``rope_scaling``.
                 rope["rope_scaling"] = scaling
             return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
 
@@ -345,9 +349,10 @@ _SUBLAYERS = {
     "cross_attention": "cross_attn",
     "encoder_decoder_attention": "cross_attn",
 }
-"""Maps names of attention in this package, also in names of norms, to their names in transformers.
+"""Maps the names of attention in this package to the names of attention in transformers.
 
-All other parameters of a layer belong to the feed-forward layer.
+The names of norms contain these names, too. All other parameters of a layer belong to the
+feed-forward layer.
 """
 
 _LEAVES = {
@@ -359,13 +364,13 @@ _LEAVES = {
     "wi_1": "up_proj",
     "wo": "down_proj",
 }
-"""Maps names of kernels in this package to their names in transformers."""
+"""Maps the names of kernels in this package to the names of kernels in transformers."""
 
 
 def is_t5gemma(model: nn.Module) -> bool:
-    """Whether a model looks like a T5Gemma, because its encoder's blocks normalize their outputs.
+    """Returns whether the blocks of a model's encoder normalize outputs, as in a T5Gemma.
 
-    `T5Gemma.of` finds whether the other parts are T5Gemma's too.
+    `T5Gemma.of` checks the other parts of the model.
     """
     stack = getattr(model, "encoder", None)
     return isinstance(stack, Stack) and stack.runs[0].block.output_norm
@@ -374,7 +379,7 @@ def is_t5gemma(model: nn.Module) -> bool:
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and layout of a parameter in ``T5GemmaForConditionalGeneration``.
 
-    The path is that of a parameter of an `EncoderDecoder` with looped layers.
+    The argument is the path of a parameter of an `EncoderDecoder` with looped layers.
     """
     if path == ("logits_kernel",):
         return OUTPUT, TRANSPOSED
@@ -393,7 +398,7 @@ def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
         return f"{stack}.norm.weight", SAME
     layer = f"{stack}.layers.{part.removeprefix('layers_')}"
     if rest[-1] == "scale":
-        # A norm is called ``pre_self_attention_layer_norm`` here, for example.
+        # For example, this package calls a norm ``pre_self_attention_layer_norm``.
         position, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
         name = _SUBLAYERS.get(sublayer, "feedforward")
         return f"{layer}.{position}_{name}_layernorm.weight", SAME

@@ -30,7 +30,7 @@ GEMMA = "tokenizer.model"
 SENTENCEPIECE = ("spiece.model", "sentencepiece.model", GEMMA)
 """The names that a SentencePiece file may have in a folder."""
 TEXT_ENCODER = "text_encoder"
-"""The name of a text encoder's folder in pipelines of diffusers. A number may follow."""
+"""The name of a text encoder's folder in pipelines of diffusers. It may end in a number."""
 
 BYTES = "bytes"
 """The name of the vocabulary of bytes, which needs no file."""
@@ -42,37 +42,37 @@ BYTES_EXTRA_IDS = 125
 MOST_ADDED = 2**16
 """The largest number of tokens that a tokenizer may add to its pieces.
 
-A file that names more tokens is damaged.
+A file that names more added tokens than this is damaged.
 """
 
 
 CLASSES = ("T5Tokenizer", "MT5Tokenizer", "ByT5Tokenizer", "GemmaTokenizer", "RobertaTokenizer")
 """The tokenizer classes of transformers that can be read.
 
-Up to version 4 of transformers, their names may end in ``Fast``.
+Up to version 4 of transformers, the name of a tokenizer class may end in ``Fast``.
 """
 
 ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")
-"""General classes of transformers 4 and 5 that say nothing about the tokenizer.
+"""General tokenizer classes of transformers 4 and 5, whose names do not tell the tokenizer.
 
-The files of the folder show which tokenizer it is.
+If a folder names such a class, the files of the folder show which tokenizer it contains.
 """
 
 _REMEDY = "Put the model's spiece.model beside it, or give one with --vocabulary."
-"""What to do about a tokenizer that cannot be read."""
+"""Tells users in error messages what to do if a tokenizer cannot be read."""
 
 _DO_WITHOUT = (
     "If your texts do not need this token, run 'synthesizer-jax convert' with --vocabulary and the "
     "path of a SentencePiece file."
 )
-"""What to do about tokens that were added to a tokenizer.
+"""Tells users in error messages what to do if tokens were added to a tokenizer.
 
-To put a SentencePiece file without these tokens into the folder is no remedy, because it would only
-hide them.
+The message does not suggest to put a SentencePiece file without the added tokens into the folder,
+because such a file would only hide the tokens.
 """
 
 _OTHER_MODEL = "Give a model whose tokenizer does so."
-"""What to do about a tokenizer that puts other tokens around a text."""
+"""Tells users in error messages what to do if a tokenizer puts other tokens around a text."""
 
 
 def read_vocabulary(
@@ -82,10 +82,10 @@ def read_vocabulary(
     ids: SpecialIds = T5_IDS,
     rows: int = MOST_ADDED**2,
 ) -> Bytes | SentencePiece | None:
-    """Returns the configuration of a folder's vocabulary, or `None` if none is supported.
+    """Returns the configuration of a folder's vocabulary, or `None` if it has no supported one.
 
-    Pipelines of diffusers have the tokenizer in a folder beside the model, such as ``tokenizer_2``
-    beside ``text_encoder_2``.
+    In pipelines of diffusers, the tokenizer is in a folder beside the folder of the model, such as
+    ``tokenizer_2`` beside ``text_encoder_2``.
 
     Args:
       folder: the folder of the model.
@@ -94,8 +94,8 @@ def read_vocabulary(
       rows: the number of rows of the model's embedding.
 
     Raises:
-      ValueError: if the class of the tokenizer is not supported, if it puts other tokens around a
-        text, or if tokens were added to it.
+      ValueError: if the class of the tokenizer is not supported, if the tokenizer puts unsupported
+        tokens around a text, or if tokens were added to the tokenizer.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
@@ -138,21 +138,24 @@ def _read_sentencepiece(
       folder: the folder of the tokenizer.
       name: the name of the SentencePiece file.
       fields: the content of ``tokenizer_config.json``.
-      extra_ids: the number of sentinels in `fields`, or `None` if it contains no such number.
+      extra_ids: the number of sentinels in `fields`, or `None` if `fields` does not contain this
+        number.
       rows: the number of rows of the model's embedding.
 
     Raises:
-      ValueError: if tokens were added, or the tokenizer puts other tokens around a text.
+      ValueError: if tokens were added to the tokenizer, or if the tokenizer puts unsupported tokens
+        around a text.
     """
     vocabulary = named_vocabulary(str(folder / name), extra_ids)
     if extra_ids is None and vocabulary.build().vocab_size > rows:
-        # The embedding has no rows for sentinels. This happens for MADLAD.
+        # The embedding has no rows for sentinels, for example in MADLAD.
         vocabulary = replace(vocabulary, extra_ids=0)
     _refuse_added(folder, fields, vocabulary.build().vocab_size)
 
     bos = isinstance(vocabulary, SentencePiece) and vocabulary.bos
     _check_bos(folder / TOKENIZER_CONFIG, fields, bos)
-    # If a folder has both files, transformers reads this one.
+    # If a folder contains both a SentencePiece file and a `tokenizer.json`, transformers reads the
+    # `tokenizer.json`.
     if (folder / TOKENIZER).is_file():
         _check_template(folder / TOKENIZER, read_json(folder / TOKENIZER), bos=bos)
     return vocabulary
@@ -173,9 +176,9 @@ def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
 def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None:
     """Raises a `ValueError` if ``tokenizer_config.json`` puts other tokens around a text.
 
-    A vocabulary here puts either BOS before a text or EOS after it, except for a byte-level BPE,
-    which puts both. The tokenizers of T5 and RoBERTa ignore these settings, so they are not
-    checked.
+    A byte-level BPE of this package puts BOS before a text and EOS after the text. All other
+    vocabularies put only one of the two tokens. The tokenizers of T5 and RoBERTa ignore the
+    settings for BOS and EOS, so this function does not check the settings of these tokenizers.
     """
     name = str(fields.get("tokenizer_class")).removesuffix("Fast")
     if name in CLASSES and name != "GemmaTokenizer":
@@ -191,7 +194,7 @@ def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None
 def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -> None:
     """Raises a `ValueError` if a ``tokenizer.json`` puts other tokens around a text.
 
-    A vocabulary here puts either BOS before a text or EOS after it.
+    A vocabulary of this package puts either BOS before a text or EOS after the text.
     """
     with describing(path, _OTHER_MODEL):
         processor = data.get("post_processor") or {}
@@ -207,8 +210,9 @@ def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -
 def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> None:
     """Raises a `ValueError` if transformers adds tokens to a vocabulary of `size` ids.
 
-    Version 4 of transformers writes such tokens to ``tokenizer_config.json``, whose content is
-    `fields`, and to ``added_tokens.json``. Version 5 writes them only to ``tokenizer.json``.
+    Version 4 of transformers writes added tokens to ``tokenizer_config.json``, whose content is
+    `fields`, and to ``added_tokens.json``. Version 5 writes added tokens only to
+    ``tokenizer.json``.
     """
     with describing(folder, _REMEDY):
         decoder = fields.get("added_tokens_decoder") or {}
@@ -223,7 +227,7 @@ def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) ->
 
 
 def _added_tokens(data: Mapping[str, Any]) -> dict[int, str]:
-    """Returns the tokens that a ``tokenizer.json`` adds to its pieces, by id."""
+    """Returns the tokens that a ``tokenizer.json`` adds to the pieces of its model, by id."""
     tokens = data.get("added_tokens") or ()
     return {operator.index(token["id"]): str(token["content"]) for token in tokens}
 
@@ -231,8 +235,8 @@ def _added_tokens(data: Mapping[str, Any]) -> dict[int, str]:
 def tokenizer_folder(folder: _Path) -> _Path:
     """Returns the folder that holds the tokenizer of a model in a pipeline of diffusers.
 
-    For example, it is ``tokenizer_2`` beside ``text_encoder_2``. For folders with other names, it
-    is the folder itself.
+    For example, the result for ``text_encoder_2`` is ``tokenizer_2`` in the same pipeline. If the
+    name of the folder is not that of a text encoder, the result is the folder itself.
     """
     if not folder.name.startswith(TEXT_ENCODER):
         return folder
@@ -246,9 +250,11 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
 
     Args:
       name: the path of a SentencePiece file, or ``bytes``.
-      extra_ids: the number of sentinels to add after the pieces of the file. `None` chooses 125 for
-        bytes, as ByT5 does. For a file, it chooses 0 if the file contains its sentinels, as mT5's
-        does, or has no room for them, as Gemma's. For other files, it chooses 100, as T5 does.
+      extra_ids: the number of sentinels to add after the pieces of the file. The default `None`
+        stands for 125 sentinels after the bytes, as in ByT5. If a file already contains sentinels,
+        as mT5's file does, `None` adds no sentinels. If a file has no room for sentinels, as
+        Gemma's file, `None` adds no sentinels either. For all other files, `None` adds 100
+        sentinels, as in T5.
     """
     if name == BYTES:
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
@@ -261,10 +267,10 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
 
 
 def _has_bos(model: bytes) -> bool:
-    """Whether inputs begin with BOS.
+    """Returns whether inputs begin with BOS.
 
-    This is the case for Gemma's SentencePiece model, and for a model that was made from CodeT5's
-    files.
+    Inputs begin with BOS for Gemma's SentencePiece model, and for a SentencePiece model that was
+    made from CodeT5's files.
     """
     return b"<bos>" in model or BPE_OF_BYTES.encode() in model
 
@@ -275,7 +281,7 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
     Args:
       path: a ``tokenizer.json``, or a ``vocab.json`` that has ``merges.txt`` beside it and may have
         ``added_tokens.json``.
-      ids: the ids of the model, which the tokenizer must have too.
+      ids: the special ids of the model. The tokenizer must have the same special ids.
 
     Raises:
       ValueError: if the tokenizer is not supported.
@@ -298,8 +304,8 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
         if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
             raise ValueError("its ids of padding and EOS differ from those of the model")
     if BPE_OF_BYTES.encode() not in model:
-        # Byte-level BPEs are not checked, because they have RoBERTa's post-processor and no
-        # template.
+        # Byte-level BPEs are not checked, because a byte-level BPE has RoBERTa's post-processor
+        # instead of a template.
         _check_template(path, data, bos=_has_bos(model))
     return model
 
@@ -347,8 +353,8 @@ class _Pieces(NamedTuple):
       kind: ``unigram``, as in T5; ``bpe``, which writes characters without a piece as bytes, as in
         Gemma; or ``byte-level``, a BPE of bytes, as in CodeT5.
       scored: the pieces and their scores, in the order of their ids.
-      unknown: the id of the piece for what no piece stands for.
-      start: the id of BOS. It is not used for ``unigram``.
+      unknown: the id of the piece for characters that no other piece contains.
+      start: the id of BOS. Tokenizers of the kind ``unigram`` do not use BOS.
     """
 
     kind: Literal["unigram", "bpe", "byte-level"]
@@ -364,11 +370,11 @@ def _read_pieces(
 
     Args:
       model: the entry ``model`` of the file.
-      steps: the steps of its normalizer and its pre-tokenizer.
+      steps: the steps of the normalizer and of the pre-tokenizer.
       special: the ids of the model.
 
     Raises:
-      ValueError: if the tokenizer is of another kind.
+      ValueError: if the kind of the tokenizer is not supported.
     """
     if model["type"] == "BPE" and [step["type"] for step in steps] == ["ByteLevel"]:
         vocab = model["vocab"]
@@ -385,11 +391,11 @@ def _read_pieces(
 def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
     """Returns the SentencePiece model for the content of a ``tokenizer.json``.
 
-    Wrong content raises errors of several types, which the caller catches.
+    Wrong content of the file raises errors of several types, which the caller catches.
 
     Args:
       data: the content of the file.
-      messages: SentencePiece's module of protocol buffers.
+      messages: the module of SentencePiece that defines its protocol buffers.
       special: the ids of the model.
     """
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
@@ -399,7 +405,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     _describe_training(proto.trainer_spec, pieces, messages, special)
     proto.trainer_spec.vocab_size = len(proto.pieces)
     if pieces.kind == "byte-level":
-        # Keep the original data, because `tokenizer_json` returns it when the model is exported.
+        # Store the original JSON, because `tokenizer_json` returns the JSON when the model is
+        # exported.
         proto.trainer_spec.input.append(json.dumps(data))
     _describe_normalizer(proto.normalizer_spec, pieces, steps)
     serialized: bytes = proto.SerializeToString()
@@ -411,18 +418,20 @@ def _add_pieces(
 ) -> None:
     """Adds the pieces and the added tokens of a ``tokenizer.json`` to a SentencePiece model.
 
-    A text can contain the characters of user-defined pieces, but never those of control pieces.
+    The text of a user-defined piece is recognized in inputs. The text of a control piece is never
+    recognized in inputs.
     """
     kinds = messages.ModelProto.SentencePiece
     added = _added_tokens(data)
-    # Whether a sentinel includes the space before it, as always in SentencePiece. In a piece, ``▁``
-    # stands for this space.
+    # Find out whether a sentinel includes the space before the sentinel, as always in
+    # SentencePiece. The character ``▁`` of a piece stands for a space.
     with_space = pieces.kind != "byte-level" or all(
         token.get("lstrip", True)
         for token in data.get("added_tokens") or ()
         if token["content"] == "<extra_id_0>"
     )
-    # In a BPE that falls back to bytes, only the added tokens up to this id are control pieces.
+    # In a BPE that falls back to bytes, only the added tokens up to the id `last_control` are
+    # control pieces.
     last_control = max(special.padding, special.end, special.start, pieces.unknown)
 
     for i, (piece, score) in enumerate(_with_added(pieces.scored, added)):
@@ -470,16 +479,17 @@ def _describe_training(
 def _describe_normalizer(spec: Any, pieces: _Pieces, steps: list[dict[str, Any]]) -> None:
     """Sets how a SentencePiece model changes texts before it divides them into pieces.
 
-    These settings are in `spec`. The steps are those of the normalizer and pre-tokenizer.
+    The function changes `spec` in place. The argument `steps` contains the steps of the normalizer
+    and the pre-tokenizer.
     """
     if pieces.kind != "unigram":
-        # BPE tokenizers neither put a space before a text nor remove spaces. In a byte-level BPE,
-        # spaces are replaced together with all other bytes.
+        # BPE tokenizers neither put a space before a text nor remove spaces. A byte-level BPE
+        # replaces every byte by a character, so that spaces need no replacement of their own.
         spec.add_dummy_prefix = False
         spec.remove_extra_whitespaces = False
         spec.escape_whitespaces = pieces.kind != "byte-level"
 
-    # The table that normalizes characters, if the tokenizer has one.
+    # Use the tokenizer's table for the normalization of characters, if it exists.
     tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
     spec.precompiled_charsmap = base64.b64decode(next(tables, ""), validate=True)
     if pieces.kind == "byte-level":
@@ -498,8 +508,8 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
     """Returns the pieces of a BPE with scores.
 
     SentencePiece merges the pair whose piece has the highest score first, so the scores are the
-    negative ranks of the merges. Pieces that no merge makes have the score −∞, except single
-    characters.
+    negative ranks of the merges. If no merge makes a piece, the score of the piece is −∞, except
+    for single characters.
     """
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
@@ -535,7 +545,8 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         return
     is_supported = kind in _STEPS
     if kind != "Metaspace":
-        # A setting that is present must have this value, or be a space.
+        # If one of these settings is present, its value must be the value in this dictionary or a
+        # space.
         for name, value in {"content": "▁", "add_prefix_space": False, "use_regex": True}.items():
             if component.get(name, value) not in (value, " "):
                 is_supported = False
@@ -547,12 +558,13 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 _STEPS = ("Precompiled", "Strip", "Replace", "WhitespaceSplit", "Metaspace", "Split", "ByteLevel")
 """The supported steps of tokenizers.
 
-They occur in the tokenizers of T5 (which were made from SentencePiece models), Gemma and CodeT5.
+The supported steps occur in the tokenizers of T5, Gemma and CodeT5. T5's tokenizers were made from
+SentencePiece models.
 """
 
 
 def _refuse_others(added: Mapping[int, str], size: int) -> None:
-    """Raises a `ValueError` for tokens that were added to `size` pieces and are not sentinels."""
+    """Raises a `ValueError` if tokens that are not sentinels were added to `size` pieces."""
     for i, name in added.items():
         if i >= size and not name.startswith("<extra_id_"):
             raise ValueError(f"it adds the token {name!r} to its pieces, which is not supported")
@@ -563,7 +575,7 @@ def _with_added(
 ) -> list[tuple[str, float]]:
     """Returns the pieces, followed by the sentinels that were added to them.
 
-    Ids that neither names get unused pieces.
+    If an id has neither a piece nor an added token, it gets an unused piece.
     """
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:
@@ -573,7 +585,7 @@ def _with_added(
 
 
 def tokenizer_json(vocabulary: SentencePiece) -> str:
-    """Returns the ``tokenizer.json`` from which the model of a byte-level BPE was made."""
+    """Returns the ``tokenizer.json`` from which the vocabulary of a byte-level BPE was made."""
     from sentencepiece import sentencepiece_model_pb2
 
     messages: ModuleType = sentencepiece_model_pb2

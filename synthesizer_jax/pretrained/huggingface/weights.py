@@ -1,6 +1,6 @@
 """Opens the tensors of a folder, from safetensors or PyTorch files.
 
-Nothing in these files is executed.
+Code in a file of tensors is never executed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.tensors import Tensor, Tensors, reading
 
 SAFETENSORS = "model.safetensors"
-"""The name of the file with the weights in safetensors, if they are in one file."""
+"""The name of the safetensors file, if all weights are in one file."""
 TORCH = "pytorch_model.bin"
-"""The name of the file with the weights in PyTorch's format, if they are in one file."""
+"""The name of the file in PyTorch's format, if all weights are in one file."""
 
 
 def with_variant(file: str, variant: str | None) -> str:
     """Returns the name that a file with weights, or its index, has in a variant of a model.
 
     For example, ``model.safetensors`` becomes ``model.fp16.safetensors`` in the variant ``fp16``.
-    This is the name that transformers uses if a model is saved with ``variant="fp16"``. If the
-    variant is `None`, the name is not changed.
+    Transformers uses the name ``model.fp16.safetensors`` if a model is saved with
+    ``variant="fp16"``. If the variant is `None`, the result is the unchanged name.
     """
     if variant is None:
         return file
@@ -48,13 +48,13 @@ def open_weights(
 ) -> Tensors:
     """Returns the tensors of a folder, by their names in PyTorch.
 
-    Each tensor is read only when it is needed.
+    A tensor is read only when it is needed.
 
     Args:
       folder: the folder of the model.
-      wanted: tells from a tensor's name whether to return it. Files without such tensors are not
-        opened if there is an index.
-      variant: which files to open; see `with_variant`.
+      wanted: a function that tells from the name of a tensor whether to return the tensor. If the
+        folder has an index, files without a wanted tensor are not opened.
+      variant: the variant of the files to open; see `with_variant`.
 
     Raises:
       FileNotFoundError: if the folder has no weights, or a file is missing.
@@ -72,7 +72,7 @@ def open_weights(
             weight_map = read_json(index)["weight_map"]
             shards = set()
             for name in {shard for tensor, shard in weight_map.items() if wanted(tensor)}:
-                # An untrusted index could name any path. Only files of the folder are opened.
+                # An untrusted index could name any path. Open only files inside the folder.
                 if pathlib.PurePath(name).name != name or "\\" in name:
                     raise ValueError(f"it names {name!r}, which is not a file of the folder")
                 shards.add(folder / name)
@@ -93,7 +93,7 @@ def _find_files(
 
     Returns:
       The name, the path of the single file, and the path of the index. At least one of the two
-      files exists.
+      paths exists.
     """
     for file in _READERS:
         path = folder / with_variant(file, variant)
@@ -104,7 +104,7 @@ def _find_files(
 
 
 def _advice(folder: pathlib.Path, variant: str | None) -> str:
-    """Returns a sentence: what the user can do if a folder has no weights of a variant."""
+    """Returns a sentence about what users can do if a folder has no weights of a variant."""
     matches = [_VARIANT.fullmatch(path.name) for path in folder.iterdir()]
     found = {match[1] for match in matches if match is not None}
     choices = [f"give variant={name!r}" for name in sorted(found)]
@@ -116,15 +116,15 @@ def _advice(folder: pathlib.Path, variant: str | None) -> str:
 
 
 _VARIANT = re.compile(r"(?:model|pytorch_model)\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
-"""Matches the names of files of a variant. The variant is the group."""
+"""Matches the name of a file of a variant. The group of the match is the variant."""
 
 
 def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
-    """Opens a safetensors file. Only its header is read now."""
+    """Opens a safetensors file, and reads only the header of the file."""
 
     def read(_: int | None, *, name: str) -> np.ndarray:
-        """Reads one tensor."""
-        # Map the file again for every tensor. In a mapping that stays open, pages that were read
+        """Reads the tensor `name` of the file."""
+        # Map the file again for every tensor. If one mapping stayed open, all pages that were read
         # would stay in memory.
         with safetensors.safe_open(path, framework="numpy") as file:
             array: np.ndarray = file.get_tensor(name)
@@ -141,14 +141,14 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
-    """Opens a PyTorch file, with the loader of torch that creates only tensors."""
+    """Opens a PyTorch file, with the loader of PyTorch that can create only tensors."""
     if not is_installed("torch"):
         raise ValueError(
             f"PyTorch is not installed. Install torch, or give a folder with {SAFETENSORS}."
         )
     import torch
 
-    # Files that were saved before version 1.6 are not zip archives, and they cannot be mapped.
+    # Files from versions of PyTorch before 1.6 are not zip archives, so they cannot be mapped.
     mapped = zipfile.is_zipfile(path)
     try:
         loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
@@ -163,7 +163,7 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} is a {type(x).__name__} instead of a tensor")
 
     def tensor(x: Any) -> Tensor:
-        """Returns a torch tensor as a `Tensor`. It is read as float32."""
+        """Returns a torch tensor as a `Tensor` that is read as float32."""
         dtype = str(x.dtype).removeprefix("torch.")
         return Tensor(tuple(x.shape), dtype, lambda _: x.float().numpy())
 
@@ -180,4 +180,4 @@ _REMEDIES = {
     SAFETENSORS: "Copy or download it again.",
     TORCH: f"Copy or download it again, or save the model as {SAFETENSORS} with save_pretrained.",
 }
-"""What to do if a file cannot be read."""
+"""Tells users in error messages what to do if a file cannot be read, by the name of the file."""
