@@ -1,7 +1,7 @@
-"""Attention beyond query times key: Synthesizer layers and T5 models in JAX and Flax.
+"""Synthesizer layers, other attention layers and T5 models in JAX and Flax.
 
-Importing this package does not import TensorFlow or access the network. JAX is imported when the
-first name is used.
+Importing this package does not import TensorFlow or access the network. JAX is imported when a
+public name is first used.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ _MODULES = {
 }
 """The modules that define the public names.
 
-Each is imported when one of its names is first used.
+Each module is imported when one of its names is first used.
 """
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

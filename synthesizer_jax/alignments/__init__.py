@@ -1,4 +1,4 @@
-"""Alignments compute the attention logits of a layer: they decide which token attends to which."""
+"""Alignments, which compute the attention logits and so decide which token attends to which."""
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.alignments.dense import Dense, FactorizedDense

@@ -24,22 +24,22 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext:
-    """What an alignment knows about the attention layer that it belongs to.
+    """Holds the facts about an attention layer that its alignment needs.
 
     Attributes:
       num_heads: number of heads.
-      head_dim: width of one head. Alignments project tokens to this width by default.
+      head_dim: width of one head. By default, alignments project tokens to this width.
       query_span: in-sequence positions of the queries.
       key_span: in-sequence positions of all keys, including cached keys.
-      keys_start: position of the first token that is passed as a key. In self-attention it is the
-        position of the first query, because tokens in the cache are not passed again. In
-        cross-attention it is 0.
-      num_kv_heads: number of heads of the keys that are made from tokens. Each of these heads is
-        shared by equally many neighboring heads of the queries. If it is None, every query head has
-        its own key head.
+      keys_start: position of the first token that is passed as a key. In self-attention, the first
+        key is at the position of the first query, because tokens in the cache are not passed again.
+        In cross-attention, the first key is at position 0.
+      num_kv_heads: number of heads of the keys that are made from tokens. Each key head is shared
+        by a group of ``num_heads / num_kv_heads`` neighboring query heads. None means that every
+        query head has its own key head.
       packed_positions: the in-sequence positions of the queries and of the keys, each
-        ``[batch, n]``. They are given only in cross-attention of packed rows. If it is None,
-        positions count up from `query_span.start` and `keys_start`, which is enough to compute
+        ``[batch, n]``. The positions are given only in cross-attention of packed rows. None means
+        that positions count up from `query_span.start` and `keys_start`, which is enough to compute
         distances.
     """
 
@@ -53,7 +53,7 @@ class AttentionContext:
 
     @property
     def distance_range(self) -> tuple[int, int]:
-        """The smallest and the largest distance ``key − query``.
+        """The smallest and the largest distance ``key − query`` of any query and key.
 
         If the start of the query span is traced, as in a decoding loop, the range covers the
         distances of all steps.
@@ -74,25 +74,26 @@ class AttentionContext:
             last_query = queries.start + queries.length - 1
             return keys.start - last_query, last_key - queries.start
 
-        # In self-attention, queries are at positions of keys. In cross-attention, `limit` bounds
-        # their positions.
+        # In self-attention, the queries are at the positions of keys. In cross-attention, `limit`
+        # bounds the positions of the queries.
         last_query = last_key if queries.limit is None else queries.limit - 1
         first_key = 0 if queries.limit is None else keys.start
         return first_key - last_query, last_key
 
 
 class Alignment(nn.Module):
-    """Decides who attends to whom: it maps tokens and positions to terms of the attention logits.
+    """Maps tokens and positions to the terms of the attention logits.
 
-    An alignment sees neither masks nor values. It never returns an array of
-    ``[batch, heads, query, key]``, so that the routes of `attend` can compute the logits tile by
-    tile.
+    An alignment decides which token attends to which. It sees neither masks nor values. An
+    alignment never returns an array of shape ``[batch, heads, query, key]``, so that the routes of
+    `attend` can compute the logits tile by tile.
 
     Attributes:
-      makes_logits: whether the terms are logits. If it is False, the terms are attention weights,
+      makes_logits: whether the terms are logits. False means that the terms are attention weights,
         to which no position bias can be added.
-      linear_in: names of parameters or submodules in which the logits are linear. Multiplying the
-        first one that exists by a factor multiplies all logits by that factor.
+      linear_in: names of parameters or submodules in which the logits are linear. If the first of
+        these parameters that exists is multiplied by a factor, all logits are multiplied by that
+        factor.
     """
 
     makes_logits: ClassVar[bool] = True
@@ -101,12 +102,13 @@ class Alignment(nn.Module):
     def scale_logits(self, params: PyTree, factor: float) -> PyTree:
         """Returns a copy of the parameters that multiplies all logits by a factor.
 
-        A mixture uses it to start as one of its parts. If the factor is 0, the logits are zero, but
-        some parameters still have nonzero gradients, so the part can be learned.
+        A mixture uses this method so that, at the start of training, it computes the same logits as
+        one of its parts. If the factor is 0, the logits are zero, but some parameters still have
+        nonzero gradients, so the alignment can be learned.
 
         Args:
           params: the alignment's parameters.
-          factor: the factor.
+          factor: the number by which all logits are multiplied.
 
         Raises:
           ValueError: the alignment has no parameters in which its logits are linear.
@@ -120,14 +122,15 @@ class Alignment(nn.Module):
         return {**params, name: jax.tree.map(lambda x: x * factor, params[name])}
 
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
-        """Returns the terms whose sum is the logits.
+        """Returns the terms that add up to the logits.
 
         Args:
           queries: ``[batch, q, d_model]`` tokens, or ``[batch, q, heads, width]`` if the tokens are
-            already projected, as in the released Mesh-TensorFlow code, where several parts share a
-            projection.
-          keys: the tokens to attend to, in one of the same two shapes. In self-attention they are
-            the queries' tokens. In a decoding step they are only the new tokens.
+            already projected. In the released Mesh-TensorFlow code, several parts of a mixture
+            share a projection in this way.
+          keys: the tokens to attend to, as ``[batch, k, d_model]`` or ``[batch, k, heads, width]``.
+            In self-attention, the keys are the same tokens as the queries. In a decoding step, the
+            keys are only the new tokens.
           context: the layer's heads, and the positions of queries and keys.
 
         Returns:
@@ -147,18 +150,20 @@ def dense_product(
 ) -> jax.Array:
     """Multiplies `x` by a kernel as a single matrix product.
 
-    Flax's dense layers call it in place of `lax.dot_general`. The contracted axes are flattened
-    into one axis, and so are the features, because XLA's CPU backend would otherwise transpose a
-    copy of `x` first. The kernel's gradient is then a single matrix product too.
+    Flax's dense layers call this function instead of `lax.dot_general`. The contracted axes are
+    flattened into one axis, and the features are flattened into another axis. Otherwise, XLA's CPU
+    backend would transpose a copy of `x` first. After flattening, the kernel's gradient is a single
+    matrix product too.
 
     Args:
-      x: ``[..., *contracted]``. Its last axes are contracted.
-      kernel: ``[*contracted, *features]``. Its first axes are contracted.
+      x: ``[..., *contracted]``. The last axes of `x` are contracted.
+      kernel: ``[*contracted, *features]``. The first axes of the kernel are contracted.
       dimension_numbers: the dimension numbers that Flax's layers pass, without batch axes.
       precision: see `lax.dot_general`.
       preferred_element_type: see `lax.dot_general`.
-      out_sharding: the sharding of the result if mesh axes are explicit. If it is None, the result
-        is sharded like `x` in its leading axes and like the kernel in its features.
+      out_sharding: the sharding of the result if mesh axes are explicit. None means that the
+        leading axes of the result are sharded like those of `x`, and the features like those of the
+        kernel.
 
     Returns:
       ``[..., *features]``.
@@ -179,9 +184,9 @@ def dense_product(
             out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
             return out.reshape(*lead, *features)
 
-        # If mesh axes are explicit, the axes of the arrays are not flattened, because each has its
-        # own sharding. A mesh axis that already divides `x` cannot also divide the kernel's
-        # features, so the kernel is gathered along such axes, as in FSDP.
+        # If mesh axes are explicit, the axes of the arrays are not flattened, because each array
+        # axis has its own sharding. A mesh axis that already divides `x` cannot also divide the
+        # kernel's features. The kernel is therefore gathered along such mesh axes, as in FSDP.
         x_axes = [axes_along(x, i) for i in range(x.ndim)]
         used_axes = {axis for axes in x_axes for axis in axes}
         feature_axes = [
@@ -209,8 +214,8 @@ def dense_layer(
 
     Args:
       features: sizes of the output's last dimensions.
-      axes: logical axis names of the kernel's dimensions: first the contracted ones, then the
-        features.
+      axes: logical axis names of the kernel's dimensions. The names of the contracted dimensions
+        come first, and the names of the features follow.
       dtype: dtype of the computation.
       kernel_init: initializer of the kernel.
       use_bias: whether to add a bias.
@@ -241,13 +246,13 @@ def project(
 ) -> jax.Array:
     """Projects tokens ``[batch, length, d_model]`` to heads ``[batch, length, heads, width]``.
 
-    It must be called in a compact method, because it creates a submodule.
+    Call this function in a compact method, because it creates a submodule.
 
     Args:
-      x: the tokens. Their dtype is the dtype of the computation.
+      x: the tokens. The dtype of `x` is the dtype of the computation.
       heads: number of heads.
       width: width of one head.
-      name: name of the submodule, whose kernel is ``[d_model, heads, width]``.
+      name: name of the submodule. Its kernel has the shape ``[d_model, heads, width]``.
       axes: logical axis names of the heads and of the width.
       kernel_init: initializer of the kernel. The default, None, is a normal distribution with
         variance 1 / d_model.
@@ -264,10 +269,10 @@ def project(
 
 
 def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
-    """Returns the part of a table that belongs to the positions of a span.
+    """Returns the slice of a table that holds the positions of a span.
 
-    The result is NaN if the start of the span is traced and the span exceeds the table, because an
-    error cannot be raised in a compiled program.
+    If the start of the span is traced and the span exceeds the table, the result is NaN, because a
+    compiled program cannot raise an error.
     """
     if isinstance(span.start, int):
         return jax.lax.slice_in_dim(table, span.start, span.start + span.length, axis=axis)
@@ -279,7 +284,7 @@ def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
     """Raises a `ValueError` if a span reaches beyond a table of `max_length` positions."""
     for span in spans:
-        # A traced start cannot be checked, but the length can.
+        # If the start of a span is traced, only the length of the span can be checked.
         start = int(np.asarray(span.start).max()) if is_concrete(span.start) else 0
         end = start + span.length
         if end > max_length:

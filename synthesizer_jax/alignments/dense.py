@@ -24,17 +24,17 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class Dense(Alignment):
-    """Every token computes its own row of logits, ``B_i = W₂ relu(W₁ x_i)``.
+    """An alignment in which every token computes its own logits, ``B_i = W₂ relu(W₁ x_i)``.
 
     This is the Dense Synthesizer of Tay et al. 2021, section 3.1, without biases. The rows of W₂
-    act as keys that are the same for every example. The logits are therefore computed as a dot
-    product with static keys.
+    act as keys that are the same for every example, so the logits are computed as a dot product
+    with static keys.
 
     Attributes:
       max_length: number of key positions for which W₂ has a row.
-      hidden_dim: width of the hidden layer of one head. None means the width of a head.
+      hidden_dim: width of the hidden layer of one head. None means `AttentionContext.head_dim`.
       share_heads: whether all heads share one W₂, as in the released Mesh-TensorFlow code. In the
-        paper's text every head has its own.
+        paper's text, every head has its own W₂.
       hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
       table_init: initializer of W₂ ``[heads, max_length, hidden]``. None means a normal
         distribution with variance 1 / hidden.
@@ -52,7 +52,8 @@ class Dense(Alignment):
         check_length(self, self.max_length, context.query_span, context.key_span)
         width = self.hidden_dim or context.head_dim
         hidden = _hidden(queries, width, self.hidden_init, context)  # [b, q, h, e]
-        width = hidden.shape[-1]  # another one, if the queries are already projected
+        # The width differs from the field's if the queries are already projected.
+        width = hidden.shape[-1]
         init = self.table_init or Normal(width**-0.5)
         table = self.param(
             "table",
@@ -68,18 +69,18 @@ class Dense(Alignment):
 
 @register
 class FactorizedDense(Alignment):
-    """Every token computes two short vectors whose outer product is its row of logits.
+    """An alignment in which every token computes two short vectors and combines them to logits.
 
-    The logit of key ``p·B + r`` is ``C_i[p·B + r] = A_i[p] · B_i[r]``, where
-    ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)`` (Tay et al. 2021, section 3.3,
-    Factorized Dense Synthesizer). The paper tiles both vectors to the full length. Here each
-    element of A is repeated and B is tiled as a whole, so that every pair (p, r) occurs exactly
-    once.
+    This is the Factorized Dense Synthesizer of Tay et al. 2021, section 3.3. Token i computes the
+    vectors ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)``. If B_i has b elements, the
+    logit of key ``p·b + r`` is ``C_i[p·b + r] = A_i[p] · B_i[r]``. The paper tiles both vectors to
+    the full length. This implementation instead repeats each element of A and tiles B as a whole,
+    so that every pair (p, r) occurs exactly once.
 
     Attributes:
-      max_length: number of key positions. It is split into the two factors nearest to each other,
-        for example 16 · 32 for 512.
-      hidden_dim: width of the hidden layer of one head. None means the width of a head.
+      max_length: number of key positions. The number is split into the two factors that are nearest
+        to each other. For example, 512 becomes 16 · 32.
+      hidden_dim: width of the hidden layer of one head. None means `AttentionContext.head_dim`.
       hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
       factor_init: initializer of W_A and W_B, each ``[heads, hidden, factor]``.
     """
@@ -97,7 +98,7 @@ class FactorizedDense(Alignment):
         axes = "heads", "synth_hidden", "key_length"
 
         def factor(name: str, width: int) -> jax.Array:
-            """Computes one of the two vectors of every token, ``[batch, q, heads, width]``."""
+            """Computes the vector A or B of every token, ``[batch, q, heads, width]``."""
             init = with_axes(self.factor_init, *axes)
             kernel = self.param(name, init, (*hidden.shape[-2:], width))
             return jnp.einsum("bqhe,hea->bqha", hidden, kernel.astype(hidden.dtype))
@@ -107,9 +108,9 @@ class FactorizedDense(Alignment):
 
 
 def balanced_factors(length: int) -> tuple[int, int]:
-    """Returns the two factors of `length` nearest to each other, the smaller one first.
+    """Returns the two factors of `length` that are nearest to each other, in ascending order.
 
-    For example, 512 gives (16, 32).
+    For example, the result for 512 is (16, 32).
     """
     first = next(a for a in range(math.isqrt(length), 0, -1) if length % a == 0)
     return first, length // first
@@ -120,8 +121,8 @@ def _hidden(
 ) -> jax.Array:
     """Returns the hidden layer of every head, ``[batch, q, heads, width]``.
 
-    Queries that are already projected are used as they are, so that a mixture can share its
-    projection.
+    If the queries are already projected, only the relu is applied, so that the parts of a mixture
+    can share a projection.
     """
     if queries.ndim == 3:
         queries = project(

@@ -1,4 +1,4 @@
-"""Logits that are products of queries and keys, as in the Transformer."""
+"""Alignments whose logits are products of queries and keys, as in the Transformer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from synthesizer_jax.primitives.norms import RMSNorm
 class DotProduct(Alignment):
     """Scaled dot product of projected tokens, ``logits = scale · (x W_q)(y W_k)ᵀ``.
 
-    The width of a head does not have to be d_model / heads. Bhojanapalli et al. 2020 show that this
-    choice limits the rank of the logits ("low-rank bottleneck").
+    The width of a head does not have to be d_model / heads. Bhojanapalli et al. 2020 show that a
+    width of d_model / heads limits the rank of the logits ("low-rank bottleneck").
 
     Attributes:
       head_dim: width of queries and keys. None means the width of the values.
-      scale: factor of the logits. None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
-        the factor into the query's initializer.
-      use_bias: whether both projections have a bias, as in BERT.
+      scale: factor of the logits. None means 1/√head_dim (Vaswani et al. 2017). T5 sets `scale` to
+        1 and puts the factor 1/√head_dim into the initializer of the query kernel.
+      use_bias: whether the query and key projections have a bias, as in BERT.
       normalize_qk: whether the queries and keys of every head are divided by their root mean square
         and multiplied by a learned factor for each feature, as in Qwen 3 and Gemma 3. (Dehghani et
         al. 2023 use LayerNorm.)
-      rotary_base: base of rotary positions (Su et al. 2021, RoFormer), 10,000 in the paper. The
-        pair of features i and ``i + head_dim / 2`` is rotated by
-        ``position · base^(-2 i / head_dim)``, as in Llama. None means no rotation.
+      rotary_base: base of rotary positions (Su et al. 2021, RoFormer). The paper uses 10,000.
+        Features i and ``i + head_dim / 2`` form a pair, as in Llama, and each pair is rotated by
+        ``position · base^(-2 i / head_dim)`` radians. None means no rotation.
       rotary_share: the share of every head's features that is rotated, as in GPT-NeoX. The first
         features are rotated.
       rotary_scaling: how the rotation changes for texts that are longer than those in training: a
@@ -81,7 +81,8 @@ class DotProduct(Alignment):
             queries = RMSNorm(name="query_norm")(queries)
             keys = RMSNorm(name="key_norm")(keys)
         if self.rotary_base is not None:
-            # The position of the first query and key, or the positions of all if rows are packed.
+            # The starts are the positions of the first query and the first key. If rows are packed,
+            # they are the positions of all queries and keys.
             starts = (context.query_span.start, context.keys_start)
             query_positions, key_positions = context.packed_positions or starts
             turn = functools.partial(
@@ -95,7 +96,7 @@ class DotProduct(Alignment):
                 "rotary_base too, for example to 10_000."
             )
 
-        # The queries are scaled, not the logits, because there are fewer of them.
+        # The queries are scaled instead of the logits, because there are fewer queries than logits.
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
@@ -104,16 +105,16 @@ class DotProduct(Alignment):
 
 @register
 class Bilinear(Alignment):
-    """A full matrix between every pair of tokens, ``logits_h = (x W_h) yᵀ`` with W_h of d × d.
+    """An alignment with a full d × d matrix W_h for every head, ``logits_h = (x W_h) yᵀ``.
 
-    In an `Attention` with ``project_values=False`` it is general bilinear multi-head attention
-    (Shazeer et al. 2020, section 3.3). This is multi-head attention whose heads are as wide as
-    d_model. The projection of the keys can then be multiplied into that of the queries, and the
-    projection of the values into that of the outputs.
+    An `Attention` with this alignment and ``project_values=False`` is general bilinear multi-head
+    attention (Shazeer et al. 2020, section 3.3). General bilinear attention is multi-head attention
+    whose heads are as wide as d_model. With this width, the key projection can be multiplied into
+    the query projection, and the value projection into the output projection.
 
     Attributes:
-      query_init: initializer of the kernel, as ``[d_model, heads · d_model]``. None means a normal
-        distribution with standard deviation 1 / d_model. If the features of tokens have unit
+      query_init: initializer of the query kernel ``[d_model, heads · d_model]``. None means a
+        normal distribution with standard deviation 1 / d_model. If the features of tokens have unit
         variance, the logits then have a variance of about one.
     """
 

@@ -20,30 +20,32 @@ from synthesizer_jax.base.typing import NotEmpty, NotNegative, Positive
 from synthesizer_jax.primitives.parameters import with_axes
 
 REACH = 6.0
-"""Half the width of the window, in standard deviations.
+"""Half of the width of a Gaussian's window of keys, in standard deviations.
 
-A share of 2e-11 of the density lies outside.
+A share of 2e-9 of the density lies outside the window.
 """
 
 
 @register
 class Gaussian(Alignment):
-    """Every head attends to a fixed place near the query, and nothing is learned.
+    """An alignment in which every head attends to a fixed place near the query.
 
-    ``weight[i, j] = 1/(σ√2π) · exp(−½ ((j − (ratio · i + offset)) / σ)²)`` (You et al. 2020,
-    equation 2 and released code). The weight is the density itself, without a softmax and without a
-    division by the sum. Masked keys get weight zero, and the other weights do not change. The
-    window of keys ends 6 σ from the center.
+    The weight of key j for query i is ``1/(σ√2π) · exp(−½ ((j − (ratio · i + offset)) / σ)²)`` (You
+    et al. 2020, equation 2 and released code). The alignment has no parameters. The weight is the
+    density itself, without a softmax and without a division by the sum. Masked keys get weight
+    zero, and the weights of the other keys do not change. The window of keys ends 6 σ from the
+    center.
 
     Attributes:
-      offsets: centers relative to the query, which the heads use in turn. The paper uses
+      offsets: centers relative to the query, which the heads use in turn. You et al. 2020 use
         ``(-1, 1)`` in encoders and in cross-attention, and ``(-1, 0)`` in decoders.
-      sigma: standard deviation in tokens. With 0, a head attends only to the token at the rounded
-        center.
-      normalize: whether to divide the weights by their sum over the visible keys. This is the
+      sigma: standard deviation in tokens. If `sigma` is 0, a head attends only to the token at the
+        rounded center.
+      normalize: whether to divide the weights by their sum over the visible keys. The result is the
         softmax of the log-density.
-      threshold: weights below this density are set to zero. None means that no weight is.
-      ratio: number of keys per query, for cross-attention. The paper uses the ratio of word counts.
+      threshold: weights below this density are set to zero. None means that all weights are kept.
+      ratio: number of keys per query, for cross-attention. You et al. 2020 use the ratio of the
+        numbers of words in the source and in the target.
     """
 
     offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
@@ -67,8 +69,8 @@ class Gaussian(Alignment):
         position = context.query_span.start + arange(0, context.query_span.length)  # [q]
         if isinstance(position, jax.Array):
             position = position.astype(dtype)
-        # The center of a window can lie between two keys, so every query has weights of its own,
-        # and its window starts at a key of its own.
+        # The center of a window can lie between two keys. Every query therefore has its own weights
+        # and its own first key.
         center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
         keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
@@ -84,7 +86,8 @@ class Gaussian(Alignment):
           offsets: the center of every head relative to the query, ``[heads]``.
 
         Returns:
-          The distance of the window's first key from the query's place, and the number of keys.
+          The distance of the window's first key from the query's place, and the number of keys in
+          the window.
         """
         half = math.ceil(REACH * self.sigma)
         first = math.floor(offsets.min()) - half
@@ -104,18 +107,18 @@ class Gaussian(Alignment):
 
 @register
 class GaussianBias(Alignment):
-    """The log-density of a Gaussian as logits, ``−½ ((j − i − offset) / σ)²``, to use in mixtures.
+    """An alignment for mixtures whose logits are a log-density, ``−½ ((j − i − offset) / σ)²``.
 
-    Inside a `Mixture` it makes a product of experts, such as a dot product that prefers nearby
-    tokens. By itself it gives a `Gaussian` with ``normalize=True``, except that its window has no
-    limit.
+    Inside a `Mixture`, this alignment makes a product of experts, such as a dot product that
+    prefers nearby tokens. Outside a mixture, it computes the same weights as a `Gaussian` with
+    ``normalize=True``, except that its window has no limit.
 
     Attributes:
       offsets: centers relative to the query, which the heads use in turn.
       sigma: standard deviation in tokens.
-      trainable: whether every head learns its center and 1/σ². These are the parameters ``offset``
-        and ``precision``, each ``[heads]``, which start from `offsets` and `sigma`. A precision of
-        zero attends to all keys equally.
+      trainable: whether every head learns its center and 1/σ². The learned parameters are
+        ``offset`` and ``precision``, each ``[heads]``, which start from `offsets` and `sigma`. A
+        head with a precision of zero attends to all keys equally.
     """
 
     offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
@@ -129,13 +132,13 @@ class GaussianBias(Alignment):
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = logits_dtype(queries)
         if not self.trainable:
-            # The distance from the center in standard deviations, [h, distances].
+            # z is the distance from the center in standard deviations, [h, distances].
             z = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
             return (relative(jnp.asarray(-0.5 * z**2, dtype), first=first),)
 
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
-        # The distance from the center in tokens, [h, distances].
+        # `distance` is measured from the center in tokens, [h, distances].
         distance = jnp.asarray(arange(first, last + 1), dtype)[None] - offset[:, None]
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 
@@ -154,7 +157,7 @@ class GaussianBias(Alignment):
 def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
     """Returns one offset for every head, ``[heads]``.
 
-    The given offsets are repeated, as in the released code.
+    The given offsets are repeated until every head has one, as in the released code.
 
     Raises:
       ValueError: the number of offsets does not divide the number of heads.

@@ -1,4 +1,4 @@
-"""Alignments that combine others, either in one softmax or by giving each some of the heads."""
+"""Alignments that combine other alignments, either in one softmax or in different heads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ Weights: TypeAlias = Annotated[str, Choices(("softmax", "sigmoid", "sum"))]
 
 
 class Parts(Alignment):
-    """The base of alignments that consist of others.
+    """The base class of alignments that consist of other alignments.
 
-    The parameters of the parts are in the submodules ``part_0``, ``part_1``, and so on.
+    The parameters of the combined alignments are in the submodules ``part_0``, ``part_1``, and so
+    on.
 
     Attributes:
-      parts: the alignments.
+      parts: the alignments to combine.
     """
 
     parts: Annotated[tuple[Alignment, ...], NotEmpty()]
@@ -57,19 +58,19 @@ class Parts(Alignment):
 class Mixture(Parts):
     """A weighted sum of the logits of several alignments, ``Σ_s α_s S_s(X)`` inside one softmax.
 
-    Tay et al. 2021, section 3.4. If the same alignment occurs twice, each occurrence has its own
-    parameters.
+    Mixtures are described by Tay et al. 2021, section 3.4. If the same alignment occurs twice, each
+    occurrence has its own parameters.
 
     Attributes:
-      parts: the alignments.
-      weights: how the weights α are made. ``"softmax"``: every head has a softmax over the parts.
-        Its parameters ``[heads, parts]`` are zero at first, so that all parts have the same weight.
-        ``"sigmoid"``: a gate over two parts, ``(1 − σ(a), σ(a))``, with one number a per layer, as
-        in the released Mesh-TensorFlow code. ``"sum"``: there are no weights, as in
-        Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
+      parts: the alignments to combine.
+      weights: how the weights α are made. With ``"softmax"``, every head has a softmax over the
+        parts, and its parameters ``[heads, parts]`` are zero at first, so that all parts have the
+        same weight. With ``"sigmoid"``, every layer has a gate over two parts,
+        ``(1 − σ(a), σ(a))``, with one parameter a, as in the released Mesh-TensorFlow code. With
+        ``"sum"``, there are no weights, as in Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
       share_query: whether all parts share one projection of the queries. In Mesh-TensorFlow's
-        ``dense_plus``, the dot product uses the shared queries as they are, and the dense part uses
-        them after a relu.
+        ``dense_plus``, the dot product uses the shared queries directly, and the dense part applies
+        a relu to the shared queries first.
       query_init: initializer of the shared projection.
     """
 
@@ -110,12 +111,13 @@ class Mixture(Parts):
         return add(*(term for terms in parts for term in terms))
 
     def alpha(self, params: Mapping[str, Any]) -> jax.Array:
-        """Returns the weights of the parts in float32, ``[heads, parts]``.
+        """Returns the weights α of the parts in float32, ``[heads, parts]``.
 
-        The shape is ``[1, parts]`` if all heads share the weights.
+        If all heads share the weights, the shape is ``[1, parts]``.
 
         Args:
-          params: the mixture's parameters. In the parameters of a layer they are named ``align``.
+          params: the mixture's parameters. A layer stores the parameters of its alignment under the
+            name ``align``.
 
         Raises:
           ValueError: the mixture has no weights because it adds the parts.
@@ -130,16 +132,17 @@ class Mixture(Parts):
     def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
         """Returns parameters with which the mixture makes the same logits as one of its parts.
 
-        Training can then start from a model that has only this part. The logits of the other parts
-        are zero at first, but they have gradients and can grow.
+        With these parameters, training can start from a model that has only the part instead of the
+        mixture. The logits of the other parts are zero at first, but the other parts have gradients
+        and can be learned.
 
         Args:
           part: the number of the part.
-          params: the parameters of that part, as an alignment outside a mixture.
+          params: the parameters of the same alignment outside a mixture.
           fresh: initial parameters of the mixture, in which all parts have the same weight.
 
         Raises:
-          ValueError: the logits of another part cannot be made zero by its parameters.
+          ValueError: the parameters of another part cannot make its logits zero.
         """
         result = dict(fresh)
         if self.share_query:
@@ -147,21 +150,22 @@ class Mixture(Parts):
             result["query"] = params.pop("query")
         result[f"part_{part}"] = params
         factors = dict.fromkeys(range(len(self.parts)), 0.0)
-        # All weights α are 1 / parts at first, so the part's logits are multiplied by their number.
+        # All weights α are 1 / parts at first, so the part's logits are multiplied by the number of
+        # parts.
         factors[part] = 1.0 if self.weights == "sum" else float(len(self.parts))
         return self._scale_parts(result, factors)
 
 
 @register
 class PerHead(Parts):
-    """Gives each part some of the heads, in the order of the parts.
+    """An alignment that assigns some of the heads to each part, in the order of the parts.
 
     A `Mixture` adds the logits of its parts. `PerHead` keeps them separate, so its parts may also
-    be alignments that make weights. For example, some heads can be `Gaussian` and others learned
-    (You et al. 2020, released code).
+    be alignments that make weights. For example, some heads can be `Gaussian` while other heads are
+    learned (You et al. 2020, released code).
 
     Attributes:
-      parts: the alignments.
+      parts: the alignments to combine.
       heads: number of heads of each part. None means that all parts have the same number.
     """
 
@@ -171,13 +175,15 @@ class PerHead(Parts):
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         counts = self.counts(context.num_heads)
         if keys.ndim == 4:
-            # The layer projected the keys. Groups of heads may share one, so each gets a copy here.
+            # The layer has projected the keys. A group of query heads may share a key head, so the
+            # key heads are repeated here until every query head has its own.
             keys = repeat_heads(keys, context.num_heads)
 
         groups = []
         start = 0
         for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
-            # Tokens [b, n, d] are for all heads. Projections [b, n, heads, width] are divided.
+            # All parts get the same tokens [b, n, d], but each part gets only the projections
+            # [b, n, heads, width] of its own heads.
             heads = slice(start, start + count)
             part_queries = queries if queries.ndim == 3 else queries[:, :, heads]
             part_keys = keys if keys.ndim == 3 else keys[:, :, heads]
@@ -191,8 +197,8 @@ class PerHead(Parts):
         """Returns the number of heads of every part.
 
         Raises:
-          ValueError: the numbers in `heads` do not add up to `num_heads`, or the parts do not
-            divide it.
+          ValueError: the numbers in `heads` do not add up to `num_heads`, or `num_heads` is not
+            divisible by the number of parts.
         """
         if self.heads is not None:
             if len(self.heads) != len(self.parts) or sum(self.heads) != num_heads:

@@ -20,19 +20,19 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class Random(Alignment):
-    """Logits that are parameters and the same for every example, ``S = R[:q, :k]``.
+    """An alignment whose logits are a table of parameters, ``S = R[:q, :k]``, for every example.
 
-    Tay et al. 2021, section 3.2 (Random Synthesizer). Shorter inputs use the top-left corner of the
-    table.
+    This is the Random Synthesizer of Tay et al. 2021, section 3.2. Inputs that are shorter than the
+    table use its top-left corner.
 
-    With `trainable=False` it is the Fixed Random Synthesizer, whose table keeps its initial values.
-    The table is then in the collection ``constants``, which has no gradients and no optimizer
-    state. Pass that collection along with the parameters:
+    With `trainable=False`, the layer is the Fixed Random Synthesizer, whose table keeps its initial
+    values. A fixed table is in the collection ``constants``, which has no gradients and no
+    optimizer state. Pass the collection ``constants`` along with the parameters:
     ``layer.apply({"params": params, **rest}, x)``.
 
     Attributes:
-      max_length: number of query positions, and of key positions, in the table.
-      trainable: whether the table is a parameter. If it is False, the table is in the collection
+      max_length: number of query positions and of key positions in the table.
+      trainable: whether the table is a parameter. False puts the table into the collection
         ``constants``, which is saved but never optimized.
       table_init: initializer of the table ``[heads, max_length, max_length]``.
     """
@@ -62,15 +62,15 @@ class Random(Alignment):
 
 @register
 class FactorizedRandom(Alignment):
-    """A Random table of low rank, ``S = R₁ R₂ᵀ``.
+    """An alignment whose logits are a product of two tables of parameters, ``S = R₁ R₂ᵀ``.
 
-    Tay et al. 2021, section 3.3 (Factorized Random Synthesizer, with rank 8 in the paper). The
-    released Mesh-TensorFlow code computes something else: every query gets the same row. This
-    package does not offer that form.
+    This is the Factorized Random Synthesizer of Tay et al. 2021, section 3.3. The paper uses rank
+    8. The released Mesh-TensorFlow code differs from the paper and gives every query the same
+    logits. This package implements only the form in the paper.
 
     Attributes:
-      max_length: number of query positions, and of key positions.
-      rank: number of columns k of both factors.
+      max_length: number of query positions and of key positions.
+      rank: number of columns of R₁ and of R₂.
       factor_init: initializer of R₁ and R₂, each ``[heads, max_length, rank]``.
     """
 

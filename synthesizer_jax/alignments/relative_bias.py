@@ -1,4 +1,4 @@
-"""Position biases that depend on the distance of query and key: T5's learned bias, and ALiBi."""
+"""Position biases that depend on the distance between query and key, such as T5's and ALiBi."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class RelativeBias(Alignment):
-    """A learned number for each head and each bucket of the distance ``key − query``.
+    """A position bias that learns a number for each head and each bucket of ``key − query``.
 
-    Raffel et al. 2020, section 2.1. Half of the buckets hold one distance each. The bounds of the
-    others grow logarithmically up to `max_distance`. T5 has one such table per stack. To use it in
-    the same way, pass it to a stack as `bias`. To give every layer its own, put it into a
-    `Mixture`.
+    This is T5's relative position bias (Raffel et al. 2020, section 2.1). Half of the buckets hold
+    one distance each. The bounds of the remaining buckets grow logarithmically up to
+    `max_distance`. T5 has one table of these numbers per stack. To share a table in a stack as in
+    T5, pass a `RelativeBias` to the stack as `bias`. To give every layer its own table, add a
+    `RelativeBias` to the layer's `Mixture`.
 
     Attributes:
-      num_buckets: number of buckets. If `bidirectional`, it counts the buckets of both directions.
-      max_distance: all distances from this one on share the last bucket.
-      bidirectional: whether keys after the query have buckets of their own. It is True in encoders.
-        In decoders it is False, and only past keys have buckets.
+      num_buckets: number of buckets. If `bidirectional` is True, the number includes the buckets of
+        both directions.
+      max_distance: all distances of at least `max_distance` share the last bucket.
+      bidirectional: whether keys after the query have their own buckets. Encoders use True.
+        Decoders use False, because only past keys need buckets.
       table_init: initializer of the table ``[heads, num_buckets]``.
     """
 
@@ -60,14 +62,15 @@ class RelativeBias(Alignment):
 
 @register
 class ALiBi(Alignment):
-    """A fixed penalty that grows with the distance, ``logits_h = -m_h · |key − query|``.
+    """A position bias with a fixed penalty that grows with the distance, ``-m_h · |key − query|``.
 
-    Press et al. 2022, *Train Short, Test Long*, section 3. Add it to a dot product with
-    ``Mixture((DotProduct(), ALiBi()), weights="sum")``.
+    ALiBi is described by Press et al. 2022, *Train Short, Test Long*, section 3. Add it to a dot
+    product with ``Mixture((DotProduct(), ALiBi()), weights="sum")``.
 
-    The slopes of heads 1, 2, … are ``m_h = 2^(-8 h / heads)`` if the number of heads is a power of
-    two. Otherwise the first heads have the slopes of the power of two below. The other heads have
-    every second slope of the power of two above, as in the released code.
+    If the number of heads is a power of two, the slopes of heads 1, 2, … are
+    ``m_h = 2^(-8 h / heads)``. Otherwise, let n be the largest power of two below the number of
+    heads. The first n heads have the slopes of a model with n heads. The remaining heads have every
+    second slope of a model with 2 n heads, as in the released code.
     """
 
     @nn.compact
@@ -80,13 +83,13 @@ class ALiBi(Alignment):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Returns the slope of every head, ``[heads]``; see `ALiBi`."""
+    """Returns the slope m_h of every head, ``[heads]``; see `ALiBi`."""
 
     def slopes_of(count: int) -> np.ndarray:
         """Returns the slopes for a number of heads that is a power of two."""
         return 2.0 ** (-8.0 / count * np.arange(1, count + 1))
 
-    # The largest power of two that is not above the number of heads.
+    # `below` is the largest power of two that is at most the number of heads.
     below = 2 ** (num_heads.bit_length() - 1)
     others = slopes_of(2 * below)[::2]
     return np.concatenate([slopes_of(below), others[: num_heads - below]])

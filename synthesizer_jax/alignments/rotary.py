@@ -16,10 +16,10 @@ from synthesizer_jax.base.typing import Length, Positive
 @register
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Divides positions by a factor, which is called position interpolation (Chen et al. 2023).
+    """Divides rotary positions by a factor (position interpolation, Chen et al. 2023).
 
     Attributes:
-      factor: the factor.
+      factor: the number by which positions are divided.
     """
 
     factor: Positive
@@ -32,7 +32,7 @@ class LinearScaling:
 
         Args:
           speed: radians per position of every pair without scaling, ``[width / 2]``.
-          base: the base of the rotary positions. It is not used.
+          base: the base of the rotary positions, which this class does not use.
         """
         return speed / self.factor
 
@@ -45,23 +45,24 @@ class LinearScaling:
 @register
 @dataclasses.dataclass(frozen=True)
 class YaRN:
-    """Slows down the pairs of features that rotate slowly, and makes logits larger.
+    """Slows down the pairs of features that rotate slowly, and makes the logits larger.
 
-    Peng et al. 2023, sections 3.2 and 3.4. Pairs that turn at least `fast` times in
-    `original_length` positions keep their speed. Pairs that turn at most `slow` times are slowed
-    down by `factor`. The pairs between are slowed down in part.
+    YaRN is described by Peng et al. 2023, sections 3.2 and 3.4. Pairs that turn at least `fast`
+    times in `original_length` positions keep their speed. Pairs that turn at most `slow` times are
+    slowed down by `factor`. All other pairs are slowed down partially.
 
-    In the paper this part is linear in the number of turns. Here, as in the authors' code and in
-    transformers, it is linear in the index of the pair. It starts at the last index before the pair
-    that turns `fast` times, and ends at the first index after the pair that turns `slow` times.
+    In the paper, the slowdown of these other pairs is linear in the number of turns. In this
+    implementation, as in the authors' code and in transformers, the slowdown is linear in the index
+    of the pair. The linear ramp starts at the last index before the pair that turns `fast` times.
+    The ramp ends at the first index after the pair that turns `slow` times.
 
     Attributes:
       factor: the scale s of the paper, which is the length to reach divided by `original_length`.
       original_length: the length of the longest text in the original training.
       fast: β of the paper.
       slow: α of the paper.
-      attention_factor: the factor of rotated queries and keys, 1/√t in the paper. None means 0.1 ln
-        s + 1.
+      attention_factor: the factor of rotated queries and keys, which the paper calls 1/√t. None
+        means ``0.1 ln(s) + 1``, where s is `factor`.
     """
 
     factor: Positive
@@ -81,20 +82,21 @@ class YaRN:
           base: the base of the rotary positions.
         """
         width = 2 * len(speed)
-        # The number of turns of a pair that rotates by one radian per position.
+        # A pair that rotates by one radian per position makes this number of turns.
         turns = self.original_length / (2 * math.pi)
 
         def index_of(count: float) -> float:
-            """Returns the index i of the pair that turns so often.
+            """Returns the index i of the pair that turns `count` times.
 
-            It solves ``count = turns · base^(-2 i / width)`` for i.
+            The index is the solution i of ``count = turns · base^(-2 i / width)``.
             """
             return width * math.log(turns / count) / (2 * math.log(base))
 
         low = max(math.floor(index_of(self.fast)), 0)
         high = min(math.ceil(index_of(self.slow)), width - 1)
 
-        # The part by which each pair is slowed down: 0 up to `low`, and 1 from `high` on.
+        # Pairs up to index `low` keep their speed, pairs from `high` on are slowed down fully, and
+        # the pairs between are slowed down partially.
         distance = high - low if high != low else 0.001
         ramp = (jnp.arange(width // 2, dtype=speed.dtype) - low) / distance
         share = jnp.clip(ramp, 0, 1)
@@ -116,19 +118,20 @@ def rotate(
 ) -> jax.Array:
     """Rotates pairs of features by their position, so that dot products depend on distances.
 
-    The first `share` of the features is rotated. Let w be their number, rounded down. Then features
-    i and ``i + w / 2`` form a pair, and the features from w on stay as they are.
+    The function rotates the first w features, where w is `share` times the number of features,
+    rounded down. Features i and ``i + w / 2`` form a pair. The features from index w on do not
+    change.
 
     Args:
       x: queries or keys, ``[batch, n, heads, width]``.
-      position: the position of the first of the n tokens, or the positions of all of them,
+      position: the position of the first of the n tokens, or the positions of all n tokens,
         ``[batch, n]``.
       base: pair i turns by ``base^(-2 i / w)`` radians per position.
       share: the share of the features that is rotated.
-      scaling: changes the speed of the pairs and the size of the result. None means no change.
+      scaling: changes the speed of the pairs and the magnitude of the result. None means no change.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      An array with the shape and dtype of `x`.
 
     Raises:
       ValueError: w is zero or odd.

@@ -1,1 +1,1 @@
-"""The foundation of all other packages: configurations as JSON, files, messages and types."""
+"""Modules that all other packages use: configurations as JSON, files, messages and types."""

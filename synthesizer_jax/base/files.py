@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 from synthesizer_jax.base.messages import sentence
 
 BUCKET = "gs://"
-"""The beginning of the address of a file in a bucket."""
+"""The prefix of the address of every file in a bucket."""
 
 STORAGE_LIBRARIES = ("gcsfs", "aiohttp", "requests", "google")
 """The libraries whose exceptions are errors of the storage service."""
@@ -31,7 +31,7 @@ def storage_path(address: str) -> pathlib.Path:
 
     Args:
       address: a path on a disk, or ``gs://BUCKET/…``, which becomes an `etils.epath.Path`. The form
-        ``gs:/BUCKET/…`` is accepted too, because `pathlib` writes it.
+        ``gs:/BUCKET/…`` is accepted too, because `pathlib` shortens the two slashes to one.
 
     Raises:
       ValueError: if the address has another scheme, or does not name a directory in a bucket.
@@ -45,15 +45,16 @@ def storage_path(address: str) -> pathlib.Path:
             f"{address} is neither a path on a disk nor a path in Google Cloud Storage. Use "
             "DIRECTORY or gs://BUCKET/DIRECTORY."
         )
-    # `etils.epath` needs TensorFlow or gcsfs, and Orbax needs google.cloud.storage.
+    # To access buckets, `etils.epath` needs TensorFlow or gcsfs, and Orbax needs
+    # google.cloud.storage.
     can_read = is_installed("tensorflow") or is_installed("gcsfs")
     if not (can_read and is_installed("google.cloud.storage")):
         raise ModuleNotFoundError(
             f"Reading {address} needs libraries that are not installed. Install them with pip "
             "install 'synthesizer_jax[gcs]'."
         )
-    # By default, TensorFlow caches the metadata of files for some seconds. It would not see changes
-    # by other processes in this time.
+    # By default, TensorFlow caches the metadata of files for some seconds. During these seconds,
+    # TensorFlow would not see the changes that other processes make.
     os.environ.setdefault("GCS_STAT_CACHE_MAX_AGE", "0")
     from etils import epath
 
@@ -78,30 +79,37 @@ def in_bucket(path: pathlib.Path) -> bool:
 
 
 def join(directory: pathlib.Path, path: str) -> pathlib.Path:
-    """Joins a directory and a path. Absolute paths and paths in buckets are returned unchanged."""
+    """Joins a directory and a path.
+
+    If the path is absolute or in a bucket, it is returned unchanged.
+    """
     resolved = storage_path(path)
     return resolved if in_bucket(resolved) or resolved.is_absolute() else directory / resolved
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Returns whether an exception is an error of the storage service. Missing files are not."""
+    """Returns whether an exception is an error of the storage service.
+
+    A missing file is not an error of the storage service.
+    """
     return type(error).__module__.partition(".")[0] in STORAGE_LIBRARIES
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
-    """Returns the absolute path. Paths in buckets are absolute already."""
+    """Returns the absolute form of a path. A path in a bucket is already absolute."""
     return path if in_bucket(path) else path.absolute()
 
 
 @contextlib.contextmanager
 def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") -> Iterator[None]:
-    """Context manager for reading a file, which raises errors of its contents as a `ValueError`.
+    """Context manager that raises a `ValueError` if the contents of a file cannot be read.
 
-    Missing files and permissions are not errors of the contents. They are raised unchanged.
+    Errors about missing files and missing permissions are raised unchanged.
 
     Args:
-      path: the path of the file, which the message contains.
-      remedy: what the user can do, which becomes the last sentence of the message.
+      path: the path of the file. The error message contains it.
+      remedy: a sentence that says what the user can do. It becomes the last sentence of the error
+        message.
 
     Raises:
       ValueError: if the contents of the file cannot be read.
@@ -121,13 +129,13 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
     """Yields the lines of UTF-8 text without line ends and byte-order marks.
 
     Lines end with LF or CRLF. Other characters that could end a line, such as CR and U+2028, are
-    text. Otherwise, the lines of two files that belong together could lose their correspondence. A
-    byte-order mark can also be at the beginning of a later line, if several files with marks were
-    joined.
+    read as text. Otherwise, line n of one file would not always correspond to line n of a parallel
+    file. If several files with byte-order marks were joined, a byte-order mark can also be at the
+    beginning of a later line.
 
     Args:
-      file: the file. It is closed at the end.
-      path: the path of the file, for errors. `None` means standard input.
+      file: the file, which is closed after its last line.
+      path: the path of the file, for error messages. `None` means standard input.
 
     Raises:
       ValueError: if a line is not UTF-8. The message contains the number of the line and the
@@ -151,10 +159,11 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
 
 
 def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
-    """Returns what to do about a file with bytes that are not UTF-8, for an error message.
+    """Returns a sentence that says how to repair a file with bytes that are not UTF-8.
 
-    If earlier lines contain non-ASCII characters in UTF-8, the file is damaged. A conversion from
-    Latin-1 would spoil these lines, so another remedy is given.
+    If earlier lines contain non-ASCII characters in UTF-8, the file is damaged, and a conversion
+    from Latin-1 would spoil the earlier lines. In this case, the sentence does not suggest a
+    conversion.
 
     Args:
       path: the path of the file. `None` means standard input.
@@ -176,9 +185,9 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
 
 @contextlib.contextmanager
 def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing, which replaces `path` when the context ends without an error.
+    """Opens a temporary file that replaces `path` when the context ends without an error.
 
-    A file in a bucket is held in memory until then.
+    If `path` is in a bucket, the contents are held in memory until the context ends.
 
     Args:
       path: the destination. Its directory is created if necessary.
@@ -194,8 +203,8 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
         with name_write_errors(path, "The file was not written"):
             with temporary.open("xb") as file:
                 yield file
-            # The temporary file is in the same directory, so the file system replaces the old file
-            # at once.
+            # The temporary file is in the same directory as the old file, so the file system can
+            # replace the old file atomically.
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -205,11 +214,12 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
 def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a directory that gets its final name when the context ends without an error.
 
-    First, it removes what killed processes have left of the same directory.
+    Temporary directories that killed processes have left for the same destination are removed
+    first.
 
     Raises:
-      FileExistsError: if the destination exists and is not empty. This can also happen at the end,
-        if another process has made it in the meantime.
+      FileExistsError: if the destination exists and is not empty. The error can also occur at the
+        end of the context, if another process has made the destination in the meantime.
       OSError: if the disk is full.
       ValueError: if the destination is in a bucket, where directories cannot be renamed.
     """
@@ -224,8 +234,8 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     with name_write_errors(directory, "Nothing was written"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            # Removing a mounted directory fails. It is better to fail now than after everything is
-            # written.
+            # A mounted directory cannot be removed. It is better to fail here than after everything
+            # is written.
             directory.rmdir()
         with temporary_directory(directory.parent, f".{directory.name}.incomplete") as staging:
             yield staging
@@ -242,26 +252,28 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
-    """Makes a directory on a disk, and removes it when the context ends, if it still exists.
+    """Makes a directory on a disk, and removes the directory when the context ends.
+
+    The directory may be renamed before the context ends.
 
     Directories with the same prefix that were left behind by killed processes are removed first.
 
     Args:
-      parent: the directory in which it is made.
-      prefix: the beginning of its name.
+      parent: the directory in which the temporary directory is made.
+      prefix: the beginning of the name of the temporary directory.
     """
     for path in parent.iterdir():
         if not path.name.startswith(f"{prefix}-"):
             continue
-        # A process locks its directory while it lives. A directory that can be locked has lost its
-        # process.
+        # Every process holds a lock on its directory. If this process can lock a directory, the
+        # process that made the directory has ended.
         lock = _try_lock(path)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
 
-    # The directory is locked under another name first. When other processes can find it, they leave
-    # it alone.
+    # The directory is locked before it gets its final name. When other processes can find the
+    # directory, it is already locked, and they do not remove it.
     name = secrets.token_hex(4)
     directory = parent / f"{prefix}-{name}"
     hidden = parent / f".{name}"
@@ -277,7 +289,7 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
 
 
 def _try_lock(directory: pathlib.Path) -> int | None:
-    """Locks a directory until the process ends or closes the returned descriptor.
+    """Locks a directory until the process ends or closes the returned file descriptor.
 
     Returns:
       The file descriptor, or `None` if the directory cannot be locked.
@@ -296,7 +308,7 @@ def _try_lock(directory: pathlib.Path) -> int | None:
 
 
 def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pathlib.Path:
-    """Writes a file as `open_atomic` does, and returns its path.
+    """Writes a file atomically (see `open_atomic`), and returns its path.
 
     Args:
       path: the destination.
@@ -311,7 +323,7 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
 def append(path: pathlib.Path, content: bytes) -> None:
     """Appends bytes to a file.
 
-    Files in buckets cannot be appended to, so the whole file is written again.
+    A file in a bucket cannot be appended to, so the whole file is written again.
     """
     if in_bucket(path):
         path.write_bytes((path.read_bytes() if path.exists() else b"") + content)
@@ -321,20 +333,20 @@ def append(path: pathlib.Path, content: bytes) -> None:
 
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""The numbers of the errors of a disk that is full, broken or not writable."""
+"""The operating system's error numbers for a disk that is full, broken or not writable."""
 
 
 @contextlib.contextmanager
 def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
     """Context manager that raises errors of a full or broken disk as one clear `OSError`.
 
-    Python's own error names no file, or a temporary file. The errors of libraries contain parts of
-    what they wrote. The new error contains the path and what is there now.
+    Python's own error contains the path of a temporary file or no path. The errors of libraries
+    contain parts of the written data. The new error contains `path` and `outcome`.
 
     Args:
       path: the file or directory that the user knows.
-      outcome: what has been written, such as ``What was finished is kept``. Python appends the
-        path.
+      outcome: a clause that says what has been written, such as ``What was finished is kept``.
+        Python appends the path.
     """
     try:
         yield
@@ -347,10 +359,10 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
 
 
 def _write_error(error: Exception) -> int | None:
-    """Returns the number of the operating system's error, if an exception is an error of writing.
+    """Returns the operating system's error number, or `None` if writing was not the cause.
 
-    For other exceptions, it returns `None`. The exceptions of libraries (TensorStore, safetensors,
-    ArrayRecord and TensorFlow) contain only the text of the error and not its number.
+    The exceptions of some libraries (TensorStore, safetensors, ArrayRecord and TensorFlow) contain
+    only the text of the operating system's error and not its number, so the text is searched.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _WRITE_ERRORS else None
@@ -360,7 +372,7 @@ def _write_error(error: Exception) -> int | None:
 def refuse_links(directory: pathlib.Path) -> None:
     """Raises an `OSError` if a directory contains a symbolic link.
 
-    Writing through such a link would change files elsewhere.
+    Writing through a symbolic link would change files outside the directory.
     """
     if in_bucket(directory) or not directory.is_dir():
         return

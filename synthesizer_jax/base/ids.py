@@ -1,4 +1,4 @@
-"""The special token ids of a model, which stand for no text."""
+"""The special token ids of a model, such as padding and the end of a text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from synthesizer_jax.base.typing import Number
 @register
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
-    """Token ids that stand for no text. The defaults are T5's ids.
+    """Token ids that do not stand for text. The defaults are T5's ids.
 
     Attributes:
-      padding: the id that fills up rows.
+      padding: the id that fills a row after the end of its text.
       end: the id of the end of a text (EOS).
       start: the id of the decoder's first input.
       also_end: other ids that end decoding, such as the id of the end of a turn.

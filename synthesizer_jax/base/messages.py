@@ -9,8 +9,9 @@ from typing import TypeAlias
 Phase: TypeAlias = Callable[[str, int], Callable[[int], object]]
 """A function that reports the progress of long work.
 
-It is called at the beginning of each phase, with the phase's title and its number of items. It
-returns a function, which is called with the number of items that were done since its last call.
+A `Phase` is called at the beginning of each phase of the work, with the title and the number of
+items of the phase. The returned function is called repeatedly, each time with the number of items
+that were completed since the previous call.
 """
 
 
@@ -22,8 +23,8 @@ def silent_phase(_: str, __: int) -> Callable[[int], None]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``, did you mean 'x'?`` for the most similar known word.
 
-    If no known word is similar, the result is an empty string. At the end of a sentence, write
-    ``did_you_mean(word, known) or "."``.
+    If no known word is similar, the result is an empty string. To end a sentence correctly in both
+    cases, write ``did_you_mean(word, known) or "."``.
     """
     matches = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=0.5)
     return f", did you mean {matches[0]!r}?" if matches else ""
@@ -32,7 +33,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def end_sentence(text: str) -> str:
     """Returns a text that ends with a full stop, so that another sentence can follow it.
 
-    Messages of other libraries often lack the full stop.
+    The messages of other libraries often have no full stop at the end.
     """
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
@@ -40,13 +41,13 @@ def end_sentence(text: str) -> str:
 def escape_controls(text: str) -> str:
     """Returns a text in which control characters are written as escapes such as ``\\x1b``.
 
-    A terminal would obey control characters.
+    If control characters were printed unchanged, the terminal would execute them.
     """
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
-    """Returns two sentences: that a size is not divisible, and which multiples are nearest.
+    """Returns two sentences that say that a size is not divisible and name the nearest multiples.
 
     Args:
       name: the name of the size.
@@ -69,5 +70,5 @@ def sentence(text: str) -> str:
 
 
 def one_line_error(error: BaseException) -> str:
-    """Returns an error as one line with at most 300 characters."""
+    """Returns the text of an error as one line with at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

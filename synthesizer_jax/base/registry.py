@@ -1,10 +1,10 @@
 """Converts configurations to JSON and back.
 
-An unbound Flax module or a frozen dataclass is its own configuration. Classes that may occur in a
-saved experiment are decorated with `@register`. `to_json` writes their objects as
-``{"type": name, field: value, ...}``. `from_json` checks that the values have the types of the
-fields' annotations, and makes equal objects. It makes objects only of registered classes, and it
-never imports what a file names.
+A configuration is an unbound Flax module or a frozen dataclass. Classes that may occur in a saved
+experiment are decorated with `@register`. `to_json` writes an object of a registered class as
+``{"type": name, field: value, ...}``. `from_json` makes an equal object from the JSON data, after
+checking that the values have the types of the fields' annotations. `from_json` makes objects only
+of registered classes. It never imports a module that is named in a file.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ JSON: TypeAlias = Any
 """JSON data as `json.loads` returns it."""
 
 Annotation: TypeAlias = Any
-"""A class, a union, `Literal[...]`, `tuple[...]` or another special form."""
+"""A type annotation: a class, a union, `Literal[...]`, `tuple[...]` or another special form."""
 
 REGISTRY: dict[str, type] = {}
 """The registered classes by name."""
 
 EXTRA_MESH_AXES: dict[str, tuple[str, ...]] = {}
-"""The mesh axes that `sharding.register_mesh_axis` has added, each with its logical axes.
+"""The mesh axes that `sharding.register_mesh_axis` has added, and the logical axes of each.
 
-The arrays' dimensions with these logical axes are sharded over the mesh axis.
+An array's dimension with one of the logical axes is sharded over the mesh axis.
 """
 
 
@@ -46,9 +46,10 @@ def register(cls: Class) -> Class:
     """Registers a module or frozen dataclass under its class name. Use it as a decorator.
 
     Raises:
-      ValueError: if a class of another module is already registered under that name.
+      ValueError: if a class of another module is already registered under the same name.
     """
-    # A class of the same module may be registered again, as when a notebook's cell is run twice.
+    # A class of the same module may be registered again, for example when a notebook cell is run
+    # twice.
     registered = REGISTRY.setdefault(cls.__name__, cls)
     if registered.__module__ != cls.__module__:
         raise ValueError(
@@ -62,7 +63,7 @@ def register(cls: Class) -> Class:
 
 def field_names(cls: type) -> list[str]:
     """Returns the names of the configuration fields of a module or dataclass, in order."""
-    # Flax is not imported here, because recipes without models do not need it.
+    # This function does not import Flax, because recipes without models do not need it.
     linen = sys.modules.get("flax.linen")
     is_module = linen is not None and issubclass(cls, linen.Module)
     hidden = {"parent", "name"} if is_module else set()
@@ -80,7 +81,7 @@ def replace(obj: Config, **changes: object) -> Config:
 
 
 def to_json(value: object) -> JSON:
-    """Converts a value to JSON data, from which `from_json` makes an equal value.
+    """Converts a value to JSON data. `from_json` makes an equal value from the JSON data.
 
     Args:
       value: JSON values, tuples, registered dataclasses and unbound registered modules.
@@ -105,14 +106,14 @@ def to_json(value: object) -> JSON:
 def plain_json(value: Any, *, digits: int = 17) -> JSON:
     """Converts reports with arrays to JSON data.
 
-    Arrays become lists, and NaN and infinities become null. A tuple that is a key becomes a string,
-    in which spaces separate its parts.
+    Arrays become lists, and NaN and infinities become null. If a dictionary key is a tuple, it
+    becomes a string in which spaces separate the entries of the tuple.
 
     Args:
       value: nested dictionaries, lists, tuples, arrays and JSON values.
       digits: the number of significant digits of floats. By default, floats are not rounded.
     """
-    # Arrays and NumPy's numbers have this method.
+    # Arrays and NumPy scalars have the method `tolist`.
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
@@ -131,8 +132,8 @@ def plain_json(value: Any, *, digits: int = 17) -> JSON:
 def from_json(data: JSON, path: str = "") -> Any:
     """Converts JSON data from `to_json` back to a value.
 
-    Lists become tuples. Unknown fields are ignored if their value is null, because they belong to
-    versions that had more fields.
+    Lists become tuples. An unknown field is ignored if its value is null, because another version
+    of this package may have had the field.
 
     Args:
       data: JSON data.
@@ -174,7 +175,7 @@ def from_json(data: JSON, path: str = "") -> Any:
     try:
         return cls(**values)
     except TypeError as error:
-        # The value of a field without a default is missing.
+        # A `TypeError` means that the data lack a field that has no default.
         raise ValueError(f"{where}{cls.__name__} cannot be created: {error}.") from None
 
 
@@ -189,12 +190,13 @@ def field_types(cls: Any, *, limits: bool = False) -> dict[str, Annotation]:
 
     Args:
       cls: the class or function.
-      limits: whether the annotations include the values' limits (see `Limit`).
+      limits: whether the annotations include the limits of the values (see `Limit`).
     """
     try:
         return typing.get_type_hints(cls, include_extras=limits)
     except NameError:
-        # An annotation contains a name that is imported only for type checkers.
+        # The function fails if an annotation contains a name that is imported only for type
+        # checkers.
         return {}
 
 
@@ -209,12 +211,12 @@ def check_fields(obj: object, path: str = "") -> None:
 
 
 def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
-    """Raises a `ValueError` for the first value that does not match the annotation of its name.
+    """Raises a `ValueError` for the first value that does not match the annotation of its field.
 
     Args:
       cls: the class or function with the annotations.
       values: the values by the names of the fields or arguments.
-      path: the position of the fields, for the message.
+      path: the position of the fields in the file, for the error message.
     """
     for name, value in values.items():
         annotation = field_types(cls, limits=True).get(name, Any)
@@ -222,7 +224,7 @@ def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
             continue
         plain = field_types(cls)[name]
         if matches_type(value, plain):
-            # The type is right, so the value is outside of its limits.
+            # The value has the right type, so it must be outside its limits.
             expected = f"it must be {format_limits(annotation)}"
         else:
             expected = f"{format_type(plain)} is expected"
@@ -232,7 +234,7 @@ def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
 def format_limits(annotation: Annotation) -> str:
     """Returns the limits of an annotation as text, such as ``1 to 256``.
 
-    It is empty if the annotation has no limits.
+    If the annotation has no limits, the result is an empty string.
     """
     parts = typing.get_args(annotation)
     limits = [str(part) for part in parts if isinstance(part, Limit)]
@@ -258,7 +260,7 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     if origin is Annotated:
         limits = (x for x in arguments[1:] if isinstance(x, Limit))
         return matches_type(value, arguments[0]) and all(value in limit for limit in limits)
-    # For Python, True and False are integers.
+    # `bool` is a subclass of `int` in Python, but True and False are not allowed as numbers.
     if annotation in (int, float) and isinstance(value, bool):
         return False
     if annotation is float:
@@ -286,16 +288,17 @@ def _implements(value: object, protocol: type) -> bool:
             method: Any = value if name == "__call__" else getattr(value, name)
             inspect.signature(method).bind(*(p for p in parameters if p.default is p.empty))
         except (AttributeError, TypeError, ValueError):
-            # The value lacks the method, or the method has other parameters.
+            # The value does not have the method, or the parameters of the method are not
+            # compatible.
             return False
-    # A class has the methods of its objects, but only its objects implement the protocol.
+    # A class has the same methods as its objects, but only the objects implement the protocol.
     return not isinstance(value, type)
 
 
 def class_names(annotation: Annotation) -> list[str]:
-    """Returns the names of the registered classes whose objects match an annotation, sorted.
+    """Returns the sorted names of the registered classes whose objects match an annotation.
 
-    There are none for annotations of numbers, strings and tuples.
+    The list is empty for annotations of numbers, strings and tuples.
     """
     members = union_members(annotation) or (annotation,)
     return sorted(
@@ -308,19 +311,19 @@ def class_names(annotation: Annotation) -> list[str]:
 def _is_class_of(cls: type, annotation: Annotation) -> bool:
     """Returns whether the objects of a class match an annotation.
 
-    The annotation is a class or a protocol. No object matches other annotations.
+    The result is False if the annotation is `object`, or neither a class nor a protocol.
     """
     if not isinstance(annotation, type) or annotation is object:
         return False
     if not getattr(annotation, "_is_protocol", False):
         return issubclass(cls, annotation)
-    # A protocol with one method, such as `Schedule.build`, also fits classes that are not meant.
-    # Such classes are in other packages of this library than the protocol. The class of a user can
-    # be anywhere.
+    # A protocol with only one method, such as `Schedule.build`, can also match unrelated classes.
+    # Within this library, a class that is meant to match is in the same package as the protocol. A
+    # user's class can be in any package.
     package, other = (c.__module__.split(".")[:2] for c in (cls, annotation))
     if package[0] == other[0] and package != other:
         return False
-    # An object that is not initialized has only the attributes of its class, which are its methods.
+    # An object that is not initialized has the methods of its class, which is enough for the check.
     return _implements(object.__new__(cls), annotation)
 
 
@@ -331,7 +334,7 @@ def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
 
 
 def format_type(annotation: Annotation) -> str:
-    """Returns an annotation as text for errors and tables."""
+    """Returns an annotation as text for error messages and tables."""
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if union_members(annotation):
@@ -346,15 +349,15 @@ def format_type(annotation: Annotation) -> str:
 
 
 def format_value(value: object) -> str:
-    """Returns a value as text for errors, with at most 60 characters."""
+    """Returns a value as text with at most 60 characters, for error messages."""
     if is_config(value):
         return f"a {type(value).__name__}"
     formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
-    # The representations of modules have several lines.
+    # The representation of a module has several lines, which are joined here.
     formatted = " ".join(formatted.split())
     return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"
 
 
 def is_config(value: object) -> bool:
-    """Returns whether a value is a module or a dataclass instance, which have fields."""
+    """Returns whether a value is a Flax module or an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

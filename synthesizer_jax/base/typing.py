@@ -1,7 +1,7 @@
 """Types that several modules share, including numbers and words with limited values.
 
-With ``steps: Count``, type checkers see an int, and `registry.check_types` checks that it lies in
-the allowed range.
+For example, type checkers read the annotation ``steps: Count`` as an int. `registry.check_types`
+also checks that the value is in the range that `Count` allows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Container
 from typing import Annotated, Any, TypeAlias
 
 PyTree: TypeAlias = Any
-"""A pytree of any structure, that is, nested containers whose leaves are arrays.
+"""A pytree of any structure: nested containers whose leaves are arrays.
 
-The leaves can also be objects that stand for arrays, such as shapes.
+The leaves can also be objects that describe arrays, such as `jax.ShapeDtypeStruct`.
 """
 
 KeyPath: TypeAlias = tuple[Any, ...]
@@ -24,14 +24,15 @@ KeyPath: TypeAlias = tuple[Any, ...]
 class Limit(Container[Any]):
     """A limit of the values of an annotated type.
 
-    A subclass defines ``__contains__``, which says whether a value is allowed, and ``__str__``. Its
-    string completes a message that begins with "it must be ".
+    A subclass defines the methods ``__contains__`` and ``__str__``. ``__contains__`` says whether a
+    value is allowed. The string from ``__str__`` completes an error message that begins with "it
+    must be ".
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Range(Limit):
-    """Numbers between two ends.
+    """Allows the numbers from a minimum to a maximum.
 
     Attributes:
       low: the minimum.
@@ -61,7 +62,7 @@ class Range(Limit):
 
 @dataclasses.dataclass(frozen=True)
 class Choices(Limit):
-    """A limited number of values.
+    """Allows only the values that are listed.
 
     Attributes:
       values: the allowed values.
@@ -78,7 +79,7 @@ class Choices(Limit):
 
 
 class NotEmpty(Limit):
-    """Tuples with at least one entry, and texts with at least one character."""
+    """Allows tuples with at least one entry, and strings with at least one character."""
 
     def __contains__(self, value: Any) -> bool:
         return bool(value)
@@ -87,7 +88,7 @@ class NotEmpty(Limit):
         return "not empty"
 
 
-# Counts and lengths are 32-bit integers on devices.
+# Counts and lengths must fit into 32-bit integers, because devices compute with these.
 _LARGEST = 2**31 - 1
 
 Count: TypeAlias = Annotated[int, Range(1, _LARGEST)]
@@ -101,7 +102,7 @@ Positive: TypeAlias = Annotated[float, Range(0, above=True)]
 Dtype: TypeAlias = Annotated[str, Choices(("float32", "bfloat16"))]
 AUTO = "auto"
 AutoDtype: TypeAlias = Annotated[str, Choices((AUTO, "float32", "bfloat16"))]
-"""A `Dtype`, or ``auto``.
+"""The name of a dtype, or ``auto``.
 
-The value ``auto`` becomes a `Dtype` when the platform is known (see `models.resolve_dtype`).
+When the platform is known, `models.resolve_dtype` replaces ``auto`` by the name of a dtype.
 """

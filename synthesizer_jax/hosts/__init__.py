@@ -1,1 +1,1 @@
-"""The processes of a run: their groups, signals, and the cache of compiled programs."""
+"""Functions for the processes of a run: groups, signals, and the cache of compiled programs."""

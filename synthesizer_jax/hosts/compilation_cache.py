@@ -1,4 +1,4 @@
-"""The persistent cache of compiled programs, which makes later starts faster."""
+"""The persistent cache of compiled programs, which lets a program start faster the next time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 import pathlib
 
 MAX_BYTES = 4 * 2**30
-"""The maximum size of the cache in bytes. The least recently used programs are removed first."""
+"""The maximum size of the cache in bytes.
+
+If the cache grows larger, the least recently used programs are removed.
+"""
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 """The environment variable with the directory of JAX's cache."""
@@ -15,8 +18,8 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 def enable_compilation_cache() -> None:
     """Makes JAX cache compiled programs in ``$XDG_CACHE_HOME/synthesizer_jax/compiled``.
 
-    It does nothing if the directory is not writable, or if the environment variable
-    ``JAX_COMPILATION_CACHE_DIR`` names another directory. JAX is configured by environment
+    The function does nothing if this directory is not writable, or if the environment variable
+    ``JAX_COMPILATION_CACHE_DIR`` names another directory. It configures JAX by environment
     variables, so that commands that do not need JAX do not import it.
     """
     if VARIABLE in os.environ:
@@ -30,8 +33,9 @@ def enable_compilation_cache() -> None:
     if not os.access(directory, os.W_OK):
         return
 
-    # JAX writes a program and then, in a file of its own, the time of its use. If a process was
-    # killed in between, JAX would warn about the program at every start, so it is removed.
+    # JAX writes each program to a file, and then the time of its last use to a second file. If a
+    # process was killed before it wrote the second file, JAX would warn about the program at every
+    # start. Programs without the second file are therefore removed.
     for program in directory.glob("*-cache"):
         time_of_use = program.with_name(f"{program.name.removesuffix('cache')}atime")
         if not time_of_use.exists():
@@ -39,5 +43,6 @@ def enable_compilation_cache() -> None:
 
     os.environ[VARIABLE] = str(directory)
     os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
-    # A start compiles dozens of small programs. Reading them is faster than compiling them.
+    # At its start, a command compiles dozens of small programs. Reading small programs from the
+    # cache is faster than compiling them.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from synthesizer_jax.hosts import processes
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-"""The exit code of the process after each signal, when the state is saved.
+"""The exit code for each signal, with which the process exits after the state is saved.
 
-The code for SIGTERM is EX_TEMPFAIL, which means that the same command should be started again. The
-code for SIGINT is the one that shells use if the user has stopped a program.
+The exit code for SIGTERM is EX_TEMPFAIL, which means that the same command should be started again.
+Shells report the exit code for SIGINT when the user has stopped a program with Ctrl-C.
 """
 
 
 class Preempted(Exception):  # noqa: N818 - an event, not an error
-    """The process has received a signal to stop.
+    """Raised when the process has received a signal to stop.
 
-    The caller saves the state and exits with `exit_code`.
+    The code that catches the exception saves the state and exits with `exit_code`.
     """
 
     def __init__(self, number: int):
@@ -41,17 +41,19 @@ class StopSignal:
     """Context manager that lets a run save a checkpoint and exit after SIGTERM or SIGINT (Ctrl-C).
 
     The training loop checks `received` between two steps. Work that may block for long, such as a
-    compilation, is done inside `region()`. At that time, the state is already saved or there is no
-    state yet. Signals therefore end the process at once inside a region, as they do by default. A
-    handler in Python could not do this, because Python runs handlers only after a long compilation.
-    A second SIGINT also ends the process at once, inside a region or not.
+    compilation, is done inside a `region()`. While a region runs, the state is already saved or
+    there is no state yet. Inside a region, signals therefore end the process at once, as they do by
+    default. A signal handler in Python could not end a compilation, because Python runs signal
+    handlers only after the compilation. A second SIGINT ends the process at once, both inside and
+    outside a region.
 
-    If a run has several processes, they stop together after a step. In every step, they compare
-    which signals they have received. In this case, a region always runs to its end.
+    If a run has several processes, all processes stop together after the same step. In every step,
+    the processes compare which signals they have received. If there are several processes, a region
+    always runs to its end.
 
-    It must be used on the main thread. A signal that is ignored, such as by `nohup` or in a
-    background process of a shell, stays ignored. In a notebook, an interactive interpreter or a
-    container without an init process, a region runs to its end.
+    A `StopSignal` must be used on the main thread. If a signal was ignored before, as under `nohup`
+    or in a background process of a shell, it stays ignored. In a notebook, an interactive
+    interpreter or a container without an init process, a region runs to its end.
 
     Attributes:
       received: the number of the signal that this process has received, or 0.
@@ -59,7 +61,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-        # Linux protects the first process of a container from signals by default.
+        # By default, Linux does not deliver SIGTERM and SIGINT to the first process of a container.
         self._is_init = os.getpid() == 1
         self._handled = [n for n in EXIT_CODES if signal.getsignal(n) is not signal.SIG_IGN]
         self.received = 0
@@ -73,7 +75,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _record(self, number: int, _: object = None) -> None:
-        """Remembers the first signal. A second SIGINT then has its usual effect."""
+        """Records the first signal, and lets a second SIGINT end the process."""
         self.received = self.received or number
         if number == signal.SIGINT:
             again = signal.default_int_handler if self._interactive else signal.SIG_DFL
@@ -84,7 +86,7 @@ class StopSignal:
         """Context manager for work that may block for long while there is no unsaved state.
 
         Raises:
-          Preempted: if this is the only process and has received a signal.
+          Preempted: if this process is the only one and has received a signal.
         """
         ends = not (self._interactive or self._is_init) and processes.process_count() == 1
         self._raise_if_received()
@@ -98,6 +100,9 @@ class StopSignal:
         self._raise_if_received()
 
     def _raise_if_received(self) -> None:
-        """Raises `Preempted` if this is the only process. Several processes stop after a step."""
+        """Raises `Preempted` if this is the only process and has received a signal.
+
+        Several processes stop together after a step instead.
+        """
         if self.received and processes.process_count() == 1:
             raise Preempted(self.received)

@@ -23,27 +23,27 @@ T = TypeVar("T")
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 PROCESSES = "SYNTHESIZER_PROCESSES"
 PROCESS = "SYNTHESIZER_PROCESS"
-"""Environment variables that define a group.
+"""The environment variables that define a group of processes.
 
-They contain the address ``host:port`` of process 0, the number of processes, and the index of this
-process.
+The variables contain the address ``host:port`` of process 0, the number of processes, and the index
+of this process.
 """
 
 OPEN_PORT = "8476"
 """The default port of the coordinator on TPUs.
 
-Google Cloud's firewall blocks JAX's own default, 8482, for many slices. The environment variable
-``JAX_COORDINATOR_PORT`` takes precedence.
+JAX's own default is port 8482, which Google Cloud's firewall blocks between many slices. The
+environment variable ``JAX_COORDINATOR_PORT`` takes precedence over `OPEN_PORT`.
 """
 
 PATIENCE = 30.0
-"""The number of seconds after which a line says that processes are missing."""
+"""The number of seconds after which a message says that processes are missing."""
 
 BARRIER_SECONDS = 3600
 """The number of seconds after which a barrier fails."""
 
 BACKGROUND = "synthesizer_jax_background"
-"""The beginning of the names of threads for which a command does not wait."""
+"""The prefix of the names of threads for which a command does not wait when it exits."""
 
 
 def print_line(text: str) -> None:
@@ -64,36 +64,38 @@ def start_group() -> None:
 def join_group(timeout: float = 300.0) -> bool:
     """Joins this process to its group, and returns whether there is a group.
 
-    Call it before any other use of JAX. The group is the one that `jax.distributed.initialize`
-    finds (on Cloud TPU, GKE, SLURM and Open MPI), or the one that the variables `ADDRESS`,
-    `PROCESSES` and `PROCESS` define. The function does nothing if there is only one process, under
-    Pathways, or if JAX is already in use. It does not initialize devices.
+    Call this function before any other use of JAX. The environment variables `ADDRESS`, `PROCESSES`
+    and `PROCESS` can define the group. Otherwise, `jax.distributed.initialize` finds the group on
+    Cloud TPU, GKE, SLURM and Open MPI. The function does nothing if there is only one process,
+    under Pathways, or if JAX is already in use. The function does not initialize devices.
 
     Args:
       timeout: the number of seconds to wait for the other processes.
 
     Raises:
       ValueError: if the environment variables are incomplete or invalid.
-      RuntimeError: if not all processes have connected in time.
+      RuntimeError: if some processes do not connect within `timeout` seconds.
     """
     if jax.distributed.is_initialized() or "proxy" in os.environ.get("JAX_PLATFORMS", ""):
         return False
     os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
-    # JAX's own handler would discard a SIGTERM that arrives before this program handles signals.
+    # JAX's own signal handler would discard a SIGTERM that arrives before this program handles
+    # signals.
     jax.config.update("jax_enable_preemption_service", False)
     group = _group_from_environment()
     errors: list[BaseException] = []
 
     def initialize() -> None:
-        """Connects to the group, and remembers an error for the main thread."""
+        """Connects to the group, and stores an error for the main thread."""
         try:
-            # JAX itself ends the process after its timeout, with a C++ trace. Its timeout is
-            # therefore longer than the one of this function.
+            # After JAX's own timeout, JAX ends the process with a C++ stack trace. JAX's timeout is
+            # therefore longer than the timeout of `join_group`.
             jax.distributed.initialize(**group, initialization_timeout=int(timeout) + 60)
         except BaseException as error:
             errors.append(error)
 
-    # The call blocks, so it runs in a thread of its own. The main thread can still handle signals.
+    # The call blocks, so it runs in a separate thread. The main thread can therefore still handle
+    # signals.
     joining = threading.Thread(target=initialize, daemon=True)
     joining.start()
     joining.join(min(PATIENCE, timeout))
@@ -108,7 +110,7 @@ def join_group(timeout: float = 300.0) -> bool:
             "command on every host, and open the coordinator's port in the firewall."
         )
 
-    # JAX raises these errors if there is no group, or if it is in use already.
+    # JAX raises errors with these texts if there is no group, or if JAX is already in use.
     expected = ("coordinator_address should be defined", "must be called before")
     for error in errors:
         if group or not any(text in str(error) for text in expected):
@@ -117,12 +119,12 @@ def join_group(timeout: float = 300.0) -> bool:
 
 
 def _group_from_environment() -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` that the environment variables define.
+    """Returns the arguments for `jax.distributed.initialize` from the environment variables.
 
-    There are none if the variables are not set.
+    If the environment variables are not set, the result is empty.
 
     Raises:
-      ValueError: if the variables are incomplete or invalid.
+      ValueError: if the environment variables are incomplete or invalid.
     """
     if PROCESSES not in os.environ and PROCESS not in os.environ:
         return {}
@@ -144,7 +146,10 @@ def _group_from_environment() -> dict[str, Any]:
 
 
 def process_count() -> int:
-    """Returns the number of processes in the group. Without a group, it initializes no devices."""
+    """Returns the number of processes in the group.
+
+    If there is no group, the function does not initialize devices.
+    """
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -154,14 +159,16 @@ def is_process_zero() -> bool:
 
 
 _barriers = itertools.count()
-"""The numbers of barriers, which make their keys unique."""
+"""Counts the barriers, so that every barrier has a unique key."""
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has called this function. All must call it in the same order.
+    """Waits until every process has called this function.
 
-    It uses no devices. The runtime of a pod with several slices would consider devices that wait
-    for minutes to be hanging.
+    All processes must call it in the same order.
+
+    The barrier uses no devices. If devices waited for minutes, the runtime of a pod with several
+    slices would consider them to be hanging.
     """
     if process_count() > 1:
         import orbax.checkpoint as ocp
@@ -171,11 +178,13 @@ def barrier(name: str) -> None:
 
 
 def all_gather(name: str, value: T) -> list[T]:
-    """Returns the values of all processes in order, after all have called this function.
+    """Returns the values of all processes, in the order of the processes.
+
+    The function waits until every process has called it.
 
     Args:
       name: the name of the barrier.
-      value: this process' value, which must be JSON data.
+      value: the value of this process, which must be JSON data.
     """
     if process_count() == 1:
         return [value]
@@ -184,7 +193,7 @@ def all_gather(name: str, value: T) -> list[T]:
     barrier(name)
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))
-    # All processes must contribute arrays of the same shape, so the texts are padded.
+    # The arrays of all processes must have the same shape, so the JSON texts are padded.
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: data.size] = data
     rows = multihost_utils.process_allgather(padded)
@@ -193,7 +202,7 @@ def all_gather(name: str, value: T) -> list[T]:
 
 @contextlib.contextmanager
 def process_zero_first(name: str) -> Iterator[None]:
-    """Context manager that process 0 leaves before the other processes enter it."""
+    """Context manager that the other processes enter only after process 0 has left it."""
     if not is_process_zero():
         barrier(name)
     try:
@@ -204,25 +213,26 @@ def process_zero_first(name: str) -> Iterator[None]:
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns a pool of one thread, for work that a command does not wait for after an error.
+    """Returns a pool with one thread, for work that is abandoned if a command fails.
 
-    This is used for compilation, because nothing can stop XLA while it compiles. Python waits for
-    the threads of a pool before it exits. It does not wait for daemon threads, but a daemon thread
-    that returns from C++ while Python exits aborts the process. See `has_background_thread`.
+    The pool is used for compilation, because nothing can stop XLA while it compiles. Before Python
+    exits, it waits for the threads of a pool. Python does not wait for daemon threads, but a daemon
+    thread that returns from C++ while Python exits aborts the process. See `has_background_thread`.
     """
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=BACKGROUND)
 
 
 def has_background_thread() -> bool:
-    """Returns whether a thread of a `background_thread` is still running."""
+    """Returns whether the thread of a pool from `background_thread` is still running."""
     return any(thread.name.startswith(BACKGROUND) for thread in threading.enumerate())
 
 
 def exit_process(code: int) -> NoReturn:
     """Ends this process after an error.
 
-    In a group, it does not wait for the other processes, because they may be waiting for this one.
-    They end when they lose the connection to it.
+    In a group, this process does not wait for the other processes, because the other processes may
+    be waiting for this process. The other processes end when they lose the connection to this
+    process.
     """
     if not jax.distributed.is_initialized():
         sys.exit(code)

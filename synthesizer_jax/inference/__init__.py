@@ -1,4 +1,4 @@
-"""Decoding (greedy, beam search, sampling), and log-probabilities of given targets and classes."""
+"""Greedy decoding, beam search, sampling, and the scoring of given targets and classes."""
 
 from synthesizer_jax.inference.decoder import Sequences
 from synthesizer_jax.inference.decoding import Decoded, decode, decode_sequences

@@ -1,4 +1,4 @@
-"""Beam search with a length penalty, by T5X's rules."""
+"""Beam search with a length penalty, with the same rules as in T5X."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from synthesizer_jax.models import DecodingCache
 NEVER = -1e9
 """The log-probability of an absent sequence.
 
-Sequences whose log-probability is below half of it count as absent.
+A sequence counts as absent if its log-probability is below half of `NEVER`.
 """
 
 GROUP = 128
-"""The number of tokens in a group of `top_tokens`."""
+"""The number of tokens in each group into which `top_tokens` divides the vocabulary."""
 
 
 def length_penalty(length: ArrayLike, alpha: ArrayLike) -> jax.Array:
@@ -34,11 +34,12 @@ class _Beams(NamedTuple):
       at: number of decoded positions.
       live: ``[b, n]`` log-probabilities of the unfinished sequences, best first.
       tokens: ``[b, n, m]`` the unfinished sequences.
-      ended: ``[b, n]`` scores of the finished sequences, divided by the length penalty, best first.
+      ended: ``[b, n]`` log-probabilities of the finished sequences, divided by the length penalty,
+        best first.
       ended_tokens: ``[b, n, m]`` the finished sequences.
       text: ``[b, n]`` the states of `Constraints.stops` for the unfinished sequences.
       cache: the model's cache. Caches of self-attention have b · n rows. Caches of cross-attention
-        that no step changes have b rows, which the beams of an example share.
+        have b rows if the steps do not change them, so that the beams of an example share a row.
     """
 
     at: jax.Array
@@ -51,11 +52,11 @@ class _Beams(NamedTuple):
 
 
 class _Continuations(NamedTuple):
-    """The best continuations of the unfinished sequences by one token, best first.
+    """The best sequences that extend the unfinished sequences by one token, best first.
 
     Attributes:
       scores: ``[b, count]`` log-probabilities.
-      source: ``[b, count]`` the beam that each of them continues.
+      source: ``[b, count]`` the beam that each sequence continues.
       tokens: ``[b, count, m]`` the sequences with the new token.
       text: ``[b, count]`` the states of `Constraints.stops` after the new token.
       ends: ``[b, count]`` whether the new token ends the sequence.
@@ -74,12 +75,12 @@ def beam_search(
     """Searches for the most probable sequences of every example.
 
     Each example has `beams` unfinished and `beams` finished sequences. The search for an example
-    ends at its maximum length. It ends earlier if no unfinished sequence can get a better score
-    than the worst finished sequence.
+    ends at the maximum length of the example. The search ends earlier if no unfinished sequence can
+    get a better score than the worst finished sequence.
 
     Args:
       decoder: the model and its inputs.
-      constraints: what the sequences may hold.
+      constraints: the constraints on lengths and tokens of the sequences.
       beams: number of beams.
       alpha: exponent of the length penalty.
       samples: number of sequences to return per example, at most `beams`.
@@ -88,7 +89,7 @@ def beam_search(
     b, n, m = search.shape
     logits, cache = decoder.next(*decoder.begin())  # [b, vocab]
 
-    # All beams are equal at the start, so only the first one may be extended.
+    # All beams of an example are equal at the start, so only the first beam may be extended.
     empty = jnp.full((b, n, m), decoder.ids.padding, jnp.int32)
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     never = jnp.full((b, n), NEVER)
@@ -104,7 +105,7 @@ def beam_search(
     )
     state, _ = search.advance(state, jnp.repeat(logits, n, axis=0))  # [b, vocab] → [b · n, vocab]
 
-    # From now on, every beam has a row of its own.
+    # After the first step, every beam has its own row in the cache.
     cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
     state = jax.lax.while_loop(search.is_unfinished, search.step, state._replace(cache=cache))
     return _best_of(state, constraints, alpha, samples=samples)
@@ -113,12 +114,11 @@ def beam_search(
 class _Search(NamedTuple):
     """The arguments of `beam_search`, and the steps of its loop.
 
-    In the shapes, b is the number of examples, n the number of beams, and m the number of
-    positions.
+    In shapes, b is the number of examples, n the number of beams, and m the number of positions.
 
     Attributes:
       decoder: the model and its inputs.
-      constraints: what the sequences may hold.
+      constraints: the constraints on lengths and tokens of the sequences.
       beams: number of beams.
       alpha: exponent of the length penalty.
     """
@@ -135,7 +135,8 @@ class _Search(NamedTuple):
 
     def is_unfinished(self, state: _Beams) -> jax.Array:
         """Returns whether an example can still find a better sequence."""
-        # Log-probabilities only fall, so this is the best score that the best beam can reach.
+        # Log-probabilities can only decrease, so `hope` is the best score that the best beam can
+        # reach.
         hope = state.live[:, 0] / length_penalty(self.constraints.longest, self.alpha)
         return jnp.any((state.at < self.constraints.longest) & (hope > state.ended[:, -1]))
 
@@ -147,7 +148,7 @@ class _Search(NamedTuple):
         logits, cache = self.decoder.next(token, state.cache)
         state, source = self.advance(state._replace(cache=cache), logits)
 
-        # The caches follow their beams.
+        # The rows of the caches are reordered in the same way as the beams.
         rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
         return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
 
@@ -164,7 +165,7 @@ class _Search(NamedTuple):
         b, n, m = self.shape
         constraints = self.constraints
         if constraints.repetition_penalty is not None:
-            # As in transformers, beam search applies the penalty to log-probabilities.
+            # As in transformers, beam search applies the repetition penalty to log-probabilities.
             logits = jax.nn.log_softmax(logits)
         scores = state.live - logsumexp(logits, axis=-1).reshape(b, n)  # [b, n]
         allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
@@ -174,15 +175,15 @@ class _Search(NamedTuple):
         ended, ended_tokens = self._best_ended(state, found)
 
         if constraints.stops is not None:
-            # Any number of continuations can complete stop strings. A second search without them
-            # finds n continuations that go on.
+            # Any number of continuations can complete a stop string. A second search without these
+            # continuations finds n sequences that do not end.
             allowed = constraints.without_stops(allowed, state.text)
             found = self._continuations(state, allowed, scores)
         live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
         tokens = jnp.take_along_axis(found.tokens, order[:, :, None], axis=1)  # [b, n, m]
         source, text = (jnp.take_along_axis(x, order, axis=1) for x in (found.source, found.text))
 
-        # An example at its maximum length keeps its sequences while the others go on.
+        # If an example has reached its maximum length, its sequences do not change in later steps.
         is_open = (state.at < constraints.longest)[:, None]
         new = _Beams(
             at=state.at + 1,
@@ -203,8 +204,8 @@ class _Search(NamedTuple):
           logits: the logits of the next token, ``[b, n, vocab]``.
           scores: the numbers to add to the logits of each beam, ``[b, n]``.
         """
-        # Each beam can be ended by every id that ends a sequence. With this many continuations, at
-        # least n of them therefore go on.
+        # Every beam has one continuation for each id that ends a sequence. `count` is so large that
+        # at least n of the best continuations do not end.
         count = (1 + len(set(self.constraints.ids.ends))) * self.beams
         top, source, token = top_tokens(logits, scores, count)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
@@ -216,7 +217,7 @@ class _Search(NamedTuple):
     def _best_ended(self, state: _Beams, found: _Continuations) -> tuple[jax.Array, jax.Array]:
         """Returns the scores ``[b, n]`` and tokens ``[b, n, m]`` of the best finished sequences.
 
-        Sequences that have just ended compete with those that ended before.
+        Sequences that end at this position compete with sequences that ended earlier.
         """
         real = found.ends & (found.scores > NEVER / 2)
         penalized = jnp.where(real, found.scores / length_penalty(state.at + 1, self.alpha), NEVER)
@@ -231,14 +232,14 @@ def _best_of(
     """Returns the best sequences of a search that has ended.
 
     As in T5X, finished sequences come before sequences that were cut at the maximum length, even if
-    they are less probable. The score of a cut sequence is divided by the length penalty, like all
-    other scores. T5X returns its log-probability instead.
+    they are less probable. The score of a cut sequence is its log-probability divided by the length
+    penalty. In contrast, T5X returns the log-probability of a cut sequence.
     """
     n = state.live.shape[1]
     cut = state.live / length_penalty(constraints.longest, alpha)[:, None]
 
-    # The finished sequences come first, and the best sequences that were cut fill the rest. Both
-    # are sorted, so only their numbers matter: [b, samples].
+    # The finished sequences come first, followed by the best sequences that were cut. Both groups
+    # are already sorted, so it is enough to count the finished sequences.
     num_ended = (state.ended > NEVER).sum(axis=1, keepdims=True)
     rank = jnp.arange(samples)[None]
     index = jnp.where(rank < num_ended, rank, n + rank - num_ended)
@@ -246,7 +247,7 @@ def _best_of(
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
 
-    # The length penalty of a score is undone by the length of its sequence.
+    # The score of a sequence is multiplied by its length penalty to get the log-probability.
     is_token = tokens != constraints.ids.padding
     end = tokens.shape[-1] - jnp.argmax(is_token[:, :, ::-1], axis=-1)
     length = jnp.where(rank < num_ended, end, constraints.longest[:, None])
@@ -258,9 +259,9 @@ def top_tokens(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the best continuations of an example's beams.
 
-    The result is the same as that of `jax.lax.top_k` over all tokens of all beams, but faster. The
-    vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens must be in the
-    `count` groups with the largest maxima, so only these groups are searched.
+    The function returns the same result as `jax.lax.top_k` over all tokens of all beams, but it is
+    faster. The vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens must be
+    in the `count` groups with the largest maxima, so only these groups are searched.
 
     Args:
       logits: ``[b, n, vocab]`` for n beams.
@@ -268,7 +269,7 @@ def top_tokens(
       count: number of continuations.
 
     Returns:
-      Scores, beams and tokens, each ``[b, count]``, best first.
+      The scores, beams and tokens of the continuations, each ``[b, count]``, best first.
     """
     b, n, vocab = logits.shape
     groups = -(-vocab // GROUP)
@@ -277,17 +278,19 @@ def top_tokens(
     )
     logits = logits.reshape(b, n, groups, GROUP)
 
-    # The best logit of each group, [b, n · groups].
+    # `peaks` holds the best logit of each group, [b, n · groups].
     peaks = (logits.max(axis=-1) + scores[:, :, None]).reshape(b, n * groups)
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
-    chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
+    # As in `jax.lax.top_k`, the first of several equal values comes first.
+    chosen = jnp.sort(chosen)
 
-    # The logits of the chosen groups, with the scores of their beams, [b, count, GROUP].
+    # The logits of the chosen groups have the shape [b, count, GROUP]. The scores of the groups'
+    # beams are added to the logits.
     near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
     near += jnp.take_along_axis(scores, chosen // groups, axis=1)[:, :, None]
     top, index = jax.lax.top_k(near.reshape(b, -1), count)
 
-    # Group g of all beams is group g % groups of beam g // groups.
+    # Index g over the groups of all beams means group g % groups of beam g // groups.
     group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
     token = group % groups * GROUP + index % GROUP
     return top, group // groups, token.astype(jnp.int32)

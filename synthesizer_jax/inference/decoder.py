@@ -1,4 +1,4 @@
-"""The view that the decoding loops have of a model: tokens in, logits out."""
+"""The interface through which decoding loops use a model, which maps tokens to logits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 class Sequences(NamedTuple):
     """Several decoded sequences for each input.
 
-    They are the best sequences of a beam search, best first, or independent samples.
+    The sequences are the best ones of a beam search, best first, or independent samples.
 
     Attributes:
-      tokens: ``[batch, samples, max_length]``, including EOS, with padding after it.
-      scores: ``[batch, samples]`` the log-probabilities. In beam search they are divided by the
-        length penalty, and sequences are ranked by them.
-      log_probabilities: ``[batch, samples]`` log-probabilities in nats, including that of EOS. They
-        are those of the model itself, before temperature, `top_k`, `top_p`, `min_p` and the minimum
-        length change its distribution. Only in beam search do they include the effect of a
-        repetition penalty.
+      tokens: ``[batch, samples, max_length]``, including EOS, with padding after EOS.
+      scores: ``[batch, samples]`` the log-probabilities. In beam search, the scores are divided by
+        the length penalty, and the sequences are sorted by their scores.
+      log_probabilities: ``[batch, samples]`` log-probabilities in nats, including that of EOS. The
+        log-probabilities come from the model's own distribution, before it is changed by the
+        temperature, `top_k`, `top_p`, `min_p` and the minimum length. A repetition penalty changes
+        the log-probabilities only in beam search.
     """
 
     tokens: jax.Array
@@ -37,18 +37,19 @@ class Sequences(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """What decoded sequences may hold. Lengths include EOS.
+    """Constraints on the lengths and tokens of decoded sequences. Lengths include EOS.
 
     Attributes:
-      shortest: ``[]`` the minimum length of every example. None means 1, and avoids a copy of the
+      shortest: ``[]`` the minimum length of every sequence. None means 1, and avoids a copy of the
         logits.
-      longest: ``[batch]`` the maximum length of each example.
-      repetition_penalty: ``[]``, see `Decoding`. None means no penalty.
-      no_repeat_ngram_size: see `Decoding`. None means that all repetitions are allowed.
-      prompt: ``[batch, k]`` the tokens before the decoded ones, aligned on the right. It is given
-        only if repetition is constrained.
-      stops: ``[states, vocab]``, see `data.stop_strings.stop_table`. None means that only EOS ends
-        sequences.
+      longest: ``[batch]`` the maximum length of the sequences of each example.
+      repetition_penalty: ``[]`` the repetition penalty; see `Decoding`. None means no penalty.
+      no_repeat_ngram_size: the length of n-grams that must not be repeated; see `Decoding`. None
+        means that all repetitions are allowed.
+      prompt: ``[batch, k]`` the tokens before the decoded tokens, aligned on the right. The prompt
+        is given only if repetition is constrained.
+      stops: ``[states, vocab]`` the transitions of the stop strings; see
+        `data.stop_strings.stop_table`. None means that only EOS ends sequences.
       ids: the ids of padding and EOS.
     """
 
@@ -63,7 +64,7 @@ class Constraints(NamedTuple):
     def apply(self, logits: jax.Array, tokens: jax.Array, at: jax.Array) -> jax.Array:
         """Returns the logits after applying the constraints.
 
-        Forbidden tokens get −∞.
+        The logits of forbidden tokens are −∞.
 
         Args:
           logits: ``[rows, vocab]`` the logits at position `at`.
@@ -85,14 +86,16 @@ class Constraints(NamedTuple):
 
         Args:
           logits: as in `apply`.
-          prompt: ``[rows, k]`` the tokens before the decoded ones. −1 is no token.
+          prompt: ``[rows, k]`` the tokens before the decoded tokens. −1 marks positions without a
+            token.
           tokens: as in `apply`.
           at: as in `apply`.
         """
         past = jnp.concatenate([prompt, tokens], axis=1)  # [rows, k + m]
         row = jnp.arange(len(past))[:, None]
-        length = prompt.shape[1] + at  # the number of tokens so far
-        nowhere = logits.shape[1]  # an index past the vocabulary, which updates drop
+        length = prompt.shape[1] + at  # the number of tokens in `past` so far
+        # The index is past the end of the vocabulary, so updates at this index are dropped.
+        nowhere = logits.shape[1]
 
         penalty = self.repetition_penalty
         if penalty is not None:
@@ -112,7 +115,7 @@ class Constraints(NamedTuple):
 
         Args:
           text: the states before the tokens.
-          token: the tokens, in the same shape.
+          token: the tokens, in the same shape as `text`.
         """
         ends = self._are_ends(token)
         if self.stops is None:
@@ -124,7 +127,7 @@ class Constraints(NamedTuple):
     def without_stops(self, logits: jax.Array, text: jax.Array) -> jax.Array:
         """Returns logits ``[..., vocab]`` with −∞ for tokens that complete a stop string.
 
-        There must be stop strings.
+        The field `stops` must not be None.
 
         Args:
           logits: the logits.
@@ -135,15 +138,15 @@ class Constraints(NamedTuple):
         return jnp.where(stops[text] == len(stops) - 1, -jnp.inf, logits)
 
     def _are_ends(self, tokens: jax.Array) -> jax.Array:
-        """Returns which tokens end a sequence by their id."""
+        """Returns whether each token is one of the ids that end a sequence."""
         return functools.reduce(operator.or_, [tokens == end for end in self.ids.ends])
 
 
 def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
-    """Returns which tokens would complete an n-gram that has occurred before, ``[rows, k]``.
+    """Returns a mask of the tokens that would complete a repeated n-gram, ``[rows, k]``.
 
-    A position is marked if the n - 1 tokens before it are equal to the last n - 1 of the first
-    `length` tokens.
+    The mask is True at a position of `past` if the n - 1 tokens before the position are equal to
+    the last n - 1 of the first `length` tokens.
     """
     position = jnp.arange(past.shape[1])
     repeats = jnp.broadcast_to((position >= n - 1) & (position < length), past.shape)  # [rows, k]
@@ -165,7 +168,7 @@ def check_continues(model: TextToText, continues: bool) -> None:
 class Decoder:
     """A model with its variables and inputs, which maps tokens to logits.
 
-    The layers of the model must be looped. The cache has `max_length` positions. See
+    The layers of the model must be looped, not scanned. The cache has `max_length` positions. See
     `decode_sequences` and `Decoding` for the other arguments.
     """
 
@@ -187,11 +190,11 @@ class Decoder:
         self._encoder_tokens = encoder_tokens
         self._continues = continues
         kernel, self._scale = apply_method(model.output_kernel, variables)
-        # The kernel is cast here once, and not in every iteration of the loop.
+        # The output kernel is cast here once, instead of in every iteration of the decoding loop.
         self._kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
 
     def begin(self) -> tuple[jax.Array, DecodingCache]:
-        """Returns the tokens ``[batch]`` after which decoding starts, and the cache before them."""
+        """Returns the first tokens ``[batch]`` for `next`, and the cache before these tokens."""
         model = self._model
         inputs = (self._variables, self._encoder_tokens)
         if isinstance(model, LanguageModel) and self._continues:
@@ -200,7 +203,7 @@ class Decoder:
         return jnp.full(self.batch, self.ids.start, jnp.int32), cache
 
     def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
-        """Returns the float32 logits ``[rows, vocab]`` after tokens ``[rows]``, and the cache."""
+        """Returns float32 logits ``[rows, vocab]`` after tokens ``[rows]``, and the new cache."""
         hidden, cache = apply_method(self._model.extend, self._variables, tokens[:, None], cache)
         x = (hidden[:, 0] * jnp.asarray(self._scale, hidden.dtype)).astype(self._kernel.dtype)
         logits = jnp.matmul(x, self._kernel, preferred_element_type=jnp.float32)

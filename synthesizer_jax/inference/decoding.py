@@ -1,4 +1,4 @@
-"""Decoding in one compiled loop with static shapes and a cache."""
+"""Decoding in a single compiled loop with static shapes and a cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Decoded(NamedTuple):
     """One decoded sequence for each input.
 
     Attributes:
-      tokens: ``[batch, max_length]``, including EOS, with padding after it.
-      scores: ``[batch]`` log-probabilities in nats. With several beams they are divided by the
-        length penalty.
+      tokens: ``[batch, max_length]``, including EOS, with padding after EOS.
+      scores: ``[batch]`` log-probabilities in nats. With several beams, the scores are divided by
+        the length penalty.
     """
 
     tokens: jax.Array
@@ -50,14 +50,14 @@ def decode(
       encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
       max_length: the largest number of tokens of a sequence; see `Decoding`.
-      beams: number of beams. With 1, decoding is greedy.
-      alpha: exponent of the length penalty of beam search. Greedy decoding ignores it.
+      beams: number of beams. 1 means greedy decoding.
+      alpha: exponent of the length penalty of beam search, which greedy decoding ignores.
       logits_dtype: dtype of the factors of the output projection; see `Decoding`.
       continues: see `decode_sequences`.
 
     Returns:
-      The best sequence of every example. As in T5X, beam search returns a finished sequence if
-      there is one, even if an unfinished sequence is more probable.
+      The best sequence of every example. As in T5X, beam search returns a finished sequence if it
+      has found any, even if an unfinished sequence is more probable.
 
     Raises:
       ValueError: a setting is not allowed, or the model has fewer than `max_length` positions.
@@ -83,24 +83,25 @@ def decode_sequences(
     """Decodes a batch of inputs with any settings.
 
     The program is compiled once for all values of `alpha`, `temperature`, `top_p`, `min_p`,
-    `repetition_penalty`, `min_length`, `relative_length`, `extra_length` and `seed`. Turning one of
-    them on or off compiles another program.
+    `repetition_penalty`, `min_length`, `relative_length`, `extra_length` and `seed`. If one of
+    these settings is turned on or off, another program is compiled.
 
     Args:
       variables: the model's variables, with scanned or looped layers.
       encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
       decoding: the settings.
-      examples: ``[batch]`` integers that identify the examples. The samples of an example depend on
-        its integer, not on its place in the batch. None means the positions in the batch.
-      continues: whether `encoder_tokens`, which must not have EOS then, are the beginning of the
-        targets. A `LanguageModel` that was trained on targets only continues them.
-      stops: the result of `data.stop_strings.stop_table` for `Decoding.stop_strings`, if there are
-        any.
+      examples: ``[batch]`` integers that identify the examples. The random samples of an example
+        depend on its integer, not on its position in the batch. None means that the positions in
+        the batch identify the examples.
+      continues: whether `encoder_tokens` are the beginning of the targets, without EOS. A
+        `LanguageModel` that was trained only on targets can continue texts in this way.
+      stops: the result of `data.stop_strings.stop_table` for `Decoding.stop_strings`, or None if
+        there are no stop strings.
 
     Returns:
-      `Decoding.samples` sequences of every example. As in T5X, finished beams come before beams
-      that were cut at the maximum length.
+      Several sequences for every example, as many as `Decoding.samples`. As in T5X, finished beams
+      come before beams that were cut at the maximum length.
 
     Raises:
       ValueError: the model has fewer than `Decoding.max_length` positions, or `stops` is missing.
@@ -125,8 +126,8 @@ def decode_sequences(
         if examples is None:
             examples = range(encoder_tokens.shape[0])
         sampling = Sampling(
-            # With JAX's other generators, the numbers of a key under `jax.vmap` depend on the
-            # other keys, and so on the batch.
+            # With JAX's other random generators, the random numbers of a key under `jax.vmap`
+            # depend on the other keys, and therefore on the rest of the batch.
             jax.random.key(decoding.seed, impl="threefry2x32"),
             jnp.asarray(examples),
             temperature=float(decoding.temperature),
@@ -137,8 +138,8 @@ def decode_sequences(
     if decoding.relative_length is not None:
         relative_length = (float(decoding.relative_length), decoding.extra_length)
 
-    # The settings that are passed as arrays are the same here in every call, so that their values
-    # do not compile another program.
+    # Settings that are passed as arrays have the same values in `static` in every call, so that
+    # other values do not compile another program.
     static = Decoding(
         max_length=decoding.max_length,
         beams=decoding.beams,
@@ -164,7 +165,7 @@ def decode_sequences(
 
 
 def _as_float(setting: float | None) -> float | None:
-    """Returns a setting as a float, also if it is an integer, which would be another program."""
+    """Returns a setting as a float, because an integer would compile another program."""
     return None if setting is None else float(setting)
 
 
@@ -184,9 +185,9 @@ def run_decoding(
     decoding: Decoding,
     continues: bool,
 ) -> Sequences:
-    """The compiled program of `decode_sequences`.
+    """Decodes a batch; this is the compiled program of `decode_sequences`.
 
-    The numbers that are passed as arrays replace those of `decoding`.
+    The settings that are passed as arrays replace the corresponding settings in `decoding`.
     """
     longest = jnp.full(encoder_tokens.shape[0], decoding.max_length)
     if relative_length is not None:
@@ -226,17 +227,19 @@ def run_decoding(
 def _prompt_of(model: TextToText, encoder_tokens: jax.Array) -> jax.Array:
     """Returns `Constraints.prompt`, the tokens whose repetition is limited, ``[batch, k]``.
 
-    They are the inputs of a `LanguageModel`, and otherwise only the decoder's first input.
+    For a `LanguageModel`, the prompt is the inputs. For other models, the prompt is only the
+    decoder's first input.
     """
     if not isinstance(model, LanguageModel):
         return jnp.full_like(encoder_tokens[:, :1], model.ids.start)
 
-    # The prompt is aligned on the right, so padding after the last token moves to its left.
+    # The prompt must be aligned on the right, so padding after the last token is moved to the left.
     after = jnp.argmax(encoder_tokens[:, ::-1] != model.ids.padding, axis=1)
     prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
     is_token = prompt != model.ids.padding
 
-    # EOS at the end of the input must not make EOS of the output a repetition, so it becomes the
-    # start token. Padding becomes −1, because it is no token that could be repeated.
+    # EOS at the end of the input is replaced by the start token. Otherwise, EOS at the end of the
+    # output would count as a repetition. Padding is replaced by −1, because padding is not a token
+    # that could be repeated.
     prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
     return jnp.where(is_token, prompt, -1)

@@ -1,4 +1,4 @@
-"""Greedy decoding and sampling, one token after the other, with several rows per example."""
+"""Greedy decoding and sampling, one token after another, with several rows per example."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Sampling(NamedTuple):
     """The settings of sampling.
 
     Attributes:
-      key: ``[]`` random key.
+      key: ``[]`` the random key.
       examples: ``[batch]`` integers that identify the examples.
-      temperature: ``[]`` T, by which logits are divided.
-      top_p: ``[]`` the probability that the tokens to draw from must have together. None means all
+      temperature: ``[]`` the number by which logits are divided.
+      top_p: ``[]`` the smallest total probability of the tokens to draw from. None means all
         tokens.
-      min_p: ``[]`` the smallest probability of a token to draw, relative to the largest. None means
-        0.
+      min_p: ``[]`` the smallest probability of a token to draw from, relative to the largest
+        probability. None means 0.
     """
 
     key: jax.Array
@@ -38,24 +38,26 @@ def keep_most_probable(
 ) -> jax.Array:
     """Returns logits with −∞ for all tokens except the most probable ones.
 
-    If several tokens have equal logits, the first of them are kept.
+    If several tokens have equal logits, the tokens with the smallest ids are kept first.
 
     Args:
       logits: ``[rows, vocab]``.
-      top_k: number of tokens to keep. None means all.
-      top_p: after `top_k`, keeps the smallest number of tokens whose total probability is at least
-        this value. Probabilities are computed among the tokens that `top_k` kept. None means all.
+      top_k: number of tokens to keep. None means all tokens.
+      top_p: the smallest total probability of the tokens that are kept after `top_k`. The function
+        keeps as few tokens as possible. Probabilities are relative to the tokens that `top_k`
+        keeps. None means all tokens.
     """
     vocab = logits.shape[-1]
     values, tokens = jax.lax.top_k(logits, vocab if top_k is None else min(top_k, vocab))
     count = jnp.full(logits.shape[:-1], values.shape[-1])
     if top_p is not None:
         sums = jnp.cumsum(jax.nn.softmax(values, axis=-1), axis=-1)
-        # Rounded sums may reach 1 before the last token.
+        # Because of rounding, a sum may reach 1 before the last token. If `top_p` is 1, no sum
+        # counts as reached.
         reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
         count = 1 + jnp.sum(~reached, axis=-1)
 
-    # The last token that is kept, and its logit, [rows, 1] each.
+    # `last` and its logit describe the last token that is kept, [rows, 1] each.
     last = count[..., None] - 1
     least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
     tied = (logits == least) & (jnp.arange(vocab)[None] <= last_token)
@@ -70,7 +72,8 @@ class _State(NamedTuple):
       token: ``[r]`` the last tokens.
       tokens: ``[r, m]`` all tokens, with padding after the end.
       scores: ``[r]`` log-probabilities of the tokens.
-      done: ``[r]`` whether a row has ended, by EOS, a stop string or the maximum number of tokens.
+      done: ``[r]`` whether a row has ended, because of EOS, a stop string or the maximum number of
+        tokens.
       text: ``[r]`` the states of `Constraints.stops`.
       cache: the model's cache.
     """
@@ -92,14 +95,15 @@ def decode_rows(
     sampling: Sampling | None = None,
     top_k: int | None = None,
 ) -> Sequences:
-    """Decodes token after token until every row has ended.
+    """Decodes one token after another until every row has ended.
 
     Args:
       decoder: the model and its inputs.
-      constraints: what the sequences may hold.
+      constraints: the constraints on lengths and tokens of the sequences.
       samples: number of rows of each example.
-      sampling: the settings of sampling. None takes the most probable token at every position.
-      top_k: number of tokens to draw from. None means all.
+      sampling: the settings of sampling. None means that the most probable token is taken at every
+        position.
+      top_k: number of tokens to draw from. None means all tokens.
     """
     rows = decoder.batch * samples
     longest = jnp.repeat(constraints.longest, samples)
@@ -113,11 +117,12 @@ def decode_rows(
         else:
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
 
-        # The scores are the model's own, so they come from the logits without constraints.
+        # Scores are log-probabilities of the model itself, so they are computed from the logits
+        # without constraints.
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]  # [rows]
         logp -= logsumexp(logits, axis=-1)
 
-        # Rows that have ended go on with padding.
+        # Rows that have already ended are filled with padding.
         token = jnp.where(state.done, decoder.ids.padding, token).astype(jnp.int32)
         text, ends = constraints.follow(state.text, token)
         return _State(
@@ -146,7 +151,8 @@ def decode_rows(
         text=jnp.zeros(rows, jnp.int32),
         cache=cache,
     )
-    # The first token is decoded in the loop too, so that a step is compiled only once.
+    # The first token is also decoded inside the loop, so that a decoding step is compiled only
+    # once.
     state = jax.lax.while_loop(unfinished, body, state)
     tokens = state.tokens.reshape(decoder.batch, samples, -1)  # [b, samples, m]
     scores = state.scores.reshape(decoder.batch, samples)
@@ -156,10 +162,11 @@ def decode_rows(
 def _first_maximum(x: jax.Array) -> jax.Array:
     """Returns ``argmax(x, axis=-1)``.
 
-    XLA's CPU backend computes `jnp.argmax` element by element, which is slow.
+    This function is faster than `jnp.argmax`, which XLA's CPU backend computes element by element.
     """
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    last = x.shape[-1] - 1  # the result if x has NaNs, which are equal to nothing
+    # `last` is the result if x contains NaN, because NaN is not equal to the maximum.
+    last = x.shape[-1] - 1
     return jnp.where(x == x.max(axis=-1, keepdims=True), ids, last).min(axis=-1)
 
 
@@ -167,7 +174,8 @@ def _draw(
     sampling: Sampling, logits: jax.Array, at: jax.Array, *, samples: int, top_k: int | None
 ) -> jax.Array:
     """Draws the tokens ``[rows]`` of position `at`, given the logits ``[rows, vocab]``."""
-    # The largest logit becomes 0, so that division by a small temperature cannot make it infinite.
+    # The largest logit is shifted to 0, so that division by a small temperature cannot make it
+    # infinite.
     logits -= logits.max(axis=-1, keepdims=True)
     logits /= jnp.maximum(sampling.temperature, jnp.finfo(logits.dtype).tiny)
     if top_k is not None or sampling.top_p is not None:
@@ -176,7 +184,8 @@ def _draw(
         # The largest logit is 0, so a token's logit is the logarithm of its relative probability.
         logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
 
-    # A key depends only on the example, the sample and the position, not on the rest of the batch.
+    # A random key depends only on the example, the sample and the position, not on the rest of the
+    # batch.
     fold = jax.random.fold_in
     keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)  # [b]
     by_sample = jax.vmap(fold, (None, 0))

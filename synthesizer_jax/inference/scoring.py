@@ -1,6 +1,6 @@
 """Log-probabilities of given targets and classes, and the states of an encoder.
 
-The functions take the variables of an unbound model, and tokens ``[batch, k]`` with padding.
+The functions take an unbound model, its variables, and tokens ``[batch, k]`` with padding.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def encode_tokens(
 ) -> jax.Array:
     """Returns the outputs of an encoder, ``[batch, k, d_model]`` float32.
 
-    Without a mask, give tokens with padding at the end, because an `EncoderDecoder` returns the
-    states of the real tokens first. See `Encoder` for the mask.
+    If there is no mask, the padding of the tokens should be at the end, because an `EncoderDecoder`
+    returns the states of the real tokens first. See `Encoder` for the mask.
 
     Raises:
       TypeError: the model has no encoder.
@@ -67,18 +67,18 @@ def _no_encoder(model: TokenModel) -> TypeError:
 def score_choices(
     variables: Variables, encoder_tokens: jax.Array, *, choices: ArrayLike, model: TextToText
 ) -> jax.Array:
-    """Returns the log-probabilities of the same choices for every example.
+    """Returns the log-probability of every choice for every example.
 
-    The encoder runs only once.
+    All examples have the same choices. The encoder runs only once per batch.
 
     Args:
       variables: the model's variables.
       encoder_tokens: ``[batch, k]`` inputs with padding.
-      choices: ``[choices, t]`` target tokens with EOS and padding.
+      choices: ``[choices, t]`` the target tokens of each choice, with EOS and padding.
       model: an unbound model.
 
     Returns:
-      ``[batch, choices]`` float32 in nats, summed over the tokens of a choice.
+      ``[batch, choices]`` float32 log-probabilities in nats, summed over the tokens of a choice.
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
 
@@ -102,15 +102,15 @@ def score_targets(
 ) -> jax.Array:
     """Returns the log-probability of every example's target, ``[batch]`` float32 in nats.
 
-    It is summed over the tokens of the target.
+    The log-probability is summed over the tokens of the target.
 
     Args:
       variables: the model's variables.
       encoder_tokens: ``[batch, k]`` inputs with padding.
       targets: ``[batch, t]`` target tokens with EOS and padding.
       model: an unbound model.
-      continues: whether `encoder_tokens`, without EOS, are the beginning of a text that the targets
-        continue; see `decode_sequences`.
+      continues: whether the targets directly continue the texts in `encoder_tokens`, which then
+        have no EOS; see `decode_sequences`.
 
     Raises:
       TypeError: `continues` is True, but the model cannot continue texts.
@@ -127,7 +127,7 @@ def score_targets(
 def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) -> jax.Array:
     """Returns the log-probabilities of the classes of an encoder, ``[batch, outputs]``.
 
-    The encoder must have `outputs`.
+    The encoder's field `outputs` must not be None.
     """
     outputs = apply_method(model.__call__, variables, tokens).outputs
     assert outputs is not None
@@ -144,7 +144,8 @@ def score_masked_tokens(
     Args:
       variables: the encoder's variables.
       tokens: ``[batch, k]`` inputs with masked tokens.
-      targets: ``[batch, k]`` the tokens to predict, and padding at all other places.
+      targets: ``[batch, k]`` the tokens to predict at masked positions, and padding at all other
+        positions.
       model: an unbound encoder with `masked_lm`.
     """
     logits = apply_method(model.__call__, variables, tokens).token_logits
@@ -171,7 +172,7 @@ def _log_probability_of_rest(
     both = jnp.concatenate([texts, targets], axis=1)  # [b, n + t]
     position = jnp.arange(both.shape[1])[None]
 
-    # In each row, the targets start directly after the `count` real tokens of the text.
+    # In each row, the targets begin directly after the `count` real tokens of the text.
     index = jnp.where(position < count, position, position - count + n)
     whole = jnp.take_along_axis(both, index, axis=1, mode="fill", fill_value=padding)
     logits = _teacher_forced_logits(model, variables, whole, texts[:, :0])
@@ -182,7 +183,7 @@ def _log_probability_of_rest(
 def _teacher_forced_logits(
     model: TextToText, variables: Variables, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
-    """Returns the logits ``[batch, t, vocab]`` of targets, each given the targets before it."""
+    """Returns the logits ``[batch, t, vocab]`` of targets, given the targets before each."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=model.ids.start)
     hidden = apply_method(model.decode, variables, shifted, memory)
     return apply_method(model.logits, variables, hidden)

@@ -1,4 +1,4 @@
-"""Settings that say how sequences are decoded: greedily, by beam search, or by sampling."""
+"""The settings of decoding, which can be greedy, by beam search, or by sampling."""
 
 from __future__ import annotations
 
@@ -24,51 +24,55 @@ Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 class Decoding:
     """Settings of decoding.
 
-    Decoding is greedy by default. With `beams` it is beam search, and with `temperature` it is
-    sampling. Lengths count tokens, including EOS.
+    Decoding is greedy by default. If `beams` is larger than 1, decoding uses beam search. If
+    `temperature` is larger than 0, decoding uses sampling. Lengths count tokens, including EOS.
 
     Attributes:
       max_length: maximum number of decoded tokens.
       min_length: minimum number of decoded tokens. EOS has probability zero at the first
-        ``min_length - 1`` positions. 1 allows the empty text.
-      relative_length: limits the number of tokens further, to
-        ``round(relative_length · n) + extra_length`` for an input of n real tokens, but not to less
-        than `min_length`. Ties are rounded to even. None means that only `max_length` is the limit.
+        ``min_length - 1`` positions. A minimum of 1 allows the empty text.
+      relative_length: an additional limit that depends on the length of the input. For an input
+        with n real tokens, the limit is ``round(relative_length · n) + extra_length`` tokens, but
+        at least `min_length`. Ties are rounded to even. None means that only `max_length` limits
+        the number of tokens.
       extra_length: see `relative_length`. Tensor2Tensor uses a `relative_length` of 1 and an
         `extra_length` of 100.
       beams: number of beams. 1 means greedy decoding or sampling.
-      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha``, by which beam search divides
-        the log-probability of a sequence of n tokens (Wu et al. 2016, equation 14). T5 uses 0.6
-        with 4 beams.
-      temperature: T > 0 samples tokens from ``softmax(logits / T)``. 0 takes the most probable
-        token.
-      top_k: draws from only the k most probable tokens (Fan et al. 2018). None means all tokens.
-      top_p: draws from only the smallest set of most probable tokens with at least this total
-        probability (nucleus sampling, Holtzman et al. 2020, section 3.1). None means all tokens.
-        The order is that of transformers: first temperature, then `top_k`, then `top_p` among the
-        remaining tokens, then `min_p`.
-      min_p: draws from only the tokens that have at least this share of the largest probability
+      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` (Wu et al. 2016, equation 14).
+        Beam search divides the log-probability of a sequence of n tokens by the length penalty. T5
+        uses an exponent of 0.6 with 4 beams.
+      temperature: a temperature T > 0 samples tokens from ``softmax(logits / T)``. A temperature of
+        0 takes the most probable token.
+      top_k: number of most probable tokens to draw from (Fan et al. 2018). None means all tokens.
+      top_p: total probability of the tokens to draw from. Tokens are drawn from the smallest set of
+        most probable tokens with at least this total probability (nucleus sampling, Holtzman et al.
+        2020, section 3.1). None means all tokens. As in transformers, the temperature is applied
+        first, then `top_k`, then `top_p` to the remaining tokens, and then `min_p`.
+      min_p: smallest probability of the tokens to draw from, as a share of the largest probability
         (Nguyen et al. 2024, section 3). None means all tokens.
-      repetition_penalty: changes the logits of tokens that are already in the sequence. Positive
-        logits are divided by it, and negative ones are multiplied (Keskar et al. 2019, CTRL,
-        section 4.1; as in transformers). Beam search changes log-probabilities instead of logits,
-        and returns the changed ones. The sequence of a `LanguageModel` begins with its input, but
-        the EOS of the input does not count. None means no penalty.
-      no_repeat_ngram_size: n. A token has probability zero if it would complete a sequence of n
-        tokens that has occurred before (Paulus et al. 2018, section 2.5; as in transformers). None
-        means that all repetitions are allowed.
-      stop_strings: a sequence also ends with the token that completes one of these strings in its
-        text. Texts are cut before the string, which may begin or end within a token. Scores are
-        those of all tokens. `min_length` does not forbid stop strings.
+      repetition_penalty: a number that changes the logits of tokens that are already in the
+        sequence (Keskar et al. 2019, CTRL, section 4.1). As in transformers, positive logits are
+        divided by the penalty, and negative logits are multiplied by the penalty. Beam search
+        changes log-probabilities instead of logits, and returns the changed log-probabilities. The
+        sequence of a `LanguageModel` begins with its input, but the EOS of the input does not
+        count. None means no penalty.
+      no_repeat_ngram_size: the length n of sequences that must not be repeated (Paulus et al. 2018,
+        section 2.5). As in transformers, a token has probability zero if it would complete a
+        sequence of n tokens that has occurred before. None means that all repetitions are allowed.
+      stop_strings: strings that end a sequence. A sequence ends with the token that completes a
+        stop string in its text. Texts are cut before the stop string, which may begin or end within
+        a token. Scores include all tokens of the sequence. `min_length` does not forbid stop
+        strings.
       samples: number of sequences per input, either independent samples or the best beams.
       seed: seed of the samples. Sample j of example i depends only on the seed, i, j and the
-        model's logits. It does not depend on the batch, the devices or the number of samples.
+        model's logits. The samples do not depend on the batch, the devices or the number of
+        samples.
       logits_dtype: dtype of the factors of the output projection. None means the model's dtype.
         ``"bfloat16"`` halves the memory traffic of the projection, which takes most of the time of
-        a decoding step of small models. The logits are float32 in any case.
+        a decoding step of small models. The logits are always float32.
 
     Raises:
-      ValueError: a value is not allowed, or cannot be combined with another.
+      ValueError: a value is not allowed, or cannot be combined with another value.
     """
 
     max_length: Length

@@ -1,6 +1,6 @@
-"""Mixers are whole sub-layers that mix tokens: attention, and layers that replace it.
+"""Mixers, which are layers that mix tokens, such as attention and its replacements.
 
-Inputs and outputs have the shape ``[batch, length, d_model]``.
+The inputs and outputs of a mixer have the shape ``[batch, length, d_model]``.
 """
 
 from synthesizer_jax.mixers.attention import Attention, AttentionBase

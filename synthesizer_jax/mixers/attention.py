@@ -1,4 +1,4 @@
-"""The attention sub-layer, which combines an alignment and values in one call of `attend`."""
+"""The attention layer, which combines an alignment and values in one call of `attend`."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
 
 
 class AttentionBase(Mixer):
-    """The base of attention layers, with their fields, projections and caches.
+    """The base class of attention layers, with their fields, projections and caches.
 
     A subclass defines two methods. `_values` makes values from the tokens to attend to, and
-    `_attend` weights and sums them.
+    `_attend` computes the weighted sums of the values.
 
     Attributes:
       num_heads: number of heads.
       head_dim: width of one head. The product ``num_heads · head_dim`` does not have to be d_model.
-      alignment: decides who attends to whom.
-      dropout_rate: probability of dropping an attention weight. As in T5, there is one draw for
-        each example, head and key, which all queries share. Dropout is active if the random stream
+      alignment: decides which token attends to which.
+      dropout_rate: probability of dropping an attention weight. As in T5, one random draw for each
+        example, head and key is shared by all queries. Dropout is active if the random stream
         ``dropout`` is given.
       window: a query sees only the keys that are less than `window` positions away, on both sides
-        if the mask allows it (Beltagy et al. 2020, Longformer). `Mixer.init_cache` says which keys
-        a cache then holds. None means no limit.
-      shared_key_value: whether one projection makes both keys and values, as in Mesh-TensorFlow's
-        shared ``kv``.
-      project_values: whether values are projected. If it is False, the tokens themselves are the
-        values of every head. With the alignment `Bilinear` this is general bilinear attention
-        (Shazeer et al. 2020, section 3.3).
+        if the mask allows it (Beltagy et al. 2020, Longformer). See `Mixer.init_cache` for the keys
+        that a cache holds if there is a window. None means no limit.
+      shared_key_value: whether one projection makes both the keys and the values, as with
+        Mesh-TensorFlow's shared ``kv``.
+      project_values: whether values are projected. False means that the tokens themselves are the
+        values of every head. Together with the alignment `Bilinear`, False gives general bilinear
+        attention (Shazeer et al. 2020, section 3.3).
       use_bias: whether the value and output projections have a bias, as in BERT. The alignment has
-        a field of its own for this.
-      implementation: ``auto``, or the name of the route that computes attention, one of
-        `attention.attend.ROUTES`.
-      value_init: initializer of the value kernel, as ``[d_model, heads · head_dim]``.
-      out_init: initializer of the output kernel, as ``[heads · head_dim, d_model]``.
+        its own field for the biases of queries and keys.
+      implementation: the name of the route that computes attention, from `attention.attend.ROUTES`,
+        or ``auto``.
+      value_init: initializer of the value kernel ``[d_model, heads · head_dim]``.
+      out_init: initializer of the output kernel ``[heads · head_dim, d_model]``.
     """
 
     num_heads: Length
@@ -102,7 +102,7 @@ class AttentionBase(Mixer):
         mask = self._narrow(inputs.mask)
         values = self._values(attended)
 
-        # While decoding, the terms are made for all positions of the cache.
+        # If there is a cache, the terms are made for all positions of the cache.
         num_keys = attended.shape[1] if cache is None else cache.capacity
         limit = None if cache is None else cache.num_queries
         query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
@@ -112,7 +112,7 @@ class AttentionBase(Mixer):
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
         terms = self._terms(x, attended, values, context)
 
-        # The terms and values of the new tokens join those of the tokens in the cache.
+        # The terms and values of the new tokens are added to the terms and values in the cache.
         valid = None
         if cache is not None:
             if cache.window and inputs.bias:
@@ -126,7 +126,7 @@ class AttentionBase(Mixer):
             )
 
         y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, h, e]
-        # An invalid position, which cannot raise an error if it is traced, makes the outputs NaN.
+        # A traced position that is invalid cannot raise an error, so it makes the outputs NaN.
         y = fill_invalid(y, valid)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y, cache
@@ -143,28 +143,30 @@ class AttentionBase(Mixer):
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
 
-        # In cross-attention all keys and values are known now. Only queries will be added.
+        # In cross-attention, all keys and values are already known here. Later steps add only
+        # queries.
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
         keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(
             batch=kv.shape[0], heads=1, q_length=1, k_length=num_keys
         )
-        real = keys.keys(num_keys)  # [b or 1, k], or None if all keys are real
+        real = keys.keys(num_keys)  # [b or 1, k]; None means that all keys are real
         terms, values = clear_padding(terms, values, None, real)
         *_, cache = extend(cache, terms, values, at=0, mask=Mask())
         return dataclasses.replace(
             cache,
             num_queries=max_length,
             cleared=real is not None,
-            length=TokenCount().length,  # it counts queries, of which there are none yet
+            # The length counts queries, and the cache starts without queries.
+            length=TokenCount().length,
         )
 
     def shorten(self, cache: Cache) -> Cache:
         """Returns the cache with room for only the last ``window - 1`` positions.
 
-        It is used if `Mixer.init_cache` gets ``whole=False``.
+        `Mixer.init_cache` calls this method if its argument `whole` is False.
 
-        The cache does not change if the layer has no window, or if its logits are not products of
-        tokens.
+        If the layer has no window, or if its logits are not products of tokens, the cache is
+        returned unchanged.
         """
         room = cache.capacity if self.window is None else self.window - 1
         if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
@@ -172,7 +174,7 @@ class AttentionBase(Mixer):
         return cache.as_window(room)
 
     def _narrow(self, mask: Mask) -> Mask:
-        """Returns the mask after adding the layer's window to it."""
+        """Returns the mask with the layer's window added."""
         if self.window is None:
             return mask
         if mask.window is not None:
@@ -185,7 +187,7 @@ class AttentionBase(Mixer):
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
     ) -> AttentionContext:
-        """Returns what the alignment has to know about the layer and about positions."""
+        """Returns the alignment's context, which describes the layer and the positions."""
         return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
 
     def _terms(
@@ -201,7 +203,8 @@ class AttentionBase(Mixer):
     def _values(self, memory: jax.Array) -> Values:
         """Returns values made from the tokens to attend to.
 
-        The values are an array ``[batch, k, heads, width]``, or a tuple that begins with it.
+        The values are an array ``[batch, k, heads, width]``, or a tuple that begins with such an
+        array.
         """
         raise NotImplementedError
 
@@ -215,7 +218,7 @@ class AttentionBase(Mixer):
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
         if not self.project_values:
             shape = (*memory.shape[:2], self.num_value_heads, memory.shape[-1])
-            # [b, k, h, width], the same for every head
+            # The values are the same for every head, [b, k, h, width].
             return jnp.broadcast_to(memory[:, :, None], shape)
         return project(
             memory,
@@ -232,17 +235,19 @@ class AttentionBase(Mixer):
 class Attention(AttentionBase):
     """Multi-head attention whose logits come from any alignment.
 
-    ``y = concat_h(softmax(Σ terms) · x W_v) W_o``. See `AttentionBase` for the other fields.
+    The layer computes ``y = concat_h(softmax(Σ terms) · x W_v) W_o``. See `AttentionBase` for the
+    other fields.
 
     Attributes:
       num_kv_heads: number of heads of the values, and of the keys that a `DotProduct` makes from
-        tokens. Each of these heads is shared by equally many neighboring query heads. This is
-        grouped-query attention (Ainslie et al. 2023), or multi-query attention with 1 (Shazeer
-        2019). None means that every query head has its own. In a `PerHead` the keys are not shared.
+        tokens. Each of these heads is shared by a group of ``num_heads / num_kv_heads`` neighboring
+        query heads. Sharing heads is called grouped-query attention (Ainslie et al. 2023), or
+        multi-query attention if `num_kv_heads` is 1 (Shazeer 2019). None means that every query
+        head has its own key and value head. The parts of a `PerHead` do not share keys.
       soft_cap: the logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None means
-        that they stay as they are. The weights of a `Gaussian` are never changed.
+        that logits are not capped. The weights of a `Gaussian` are never capped.
       sinks: whether every head learns the logit of an additional key whose value is zero (gpt-oss,
-        2025). Heads of a `Gaussian` have no such key.
+        2025). The heads of a `Gaussian` have no additional key.
     """
 
     num_kv_heads: Length | None = None
@@ -252,7 +257,7 @@ class Attention(AttentionBase):
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
     ) -> AttentionContext:
-        """Returns what the alignment has to know about the layer and about positions."""
+        """Returns the alignment's context, which describes the layer and the positions."""
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Attention: num_kv_heads is {self.num_kv_heads}, but it must divide num_heads, "
@@ -268,7 +273,7 @@ class Attention(AttentionBase):
 
     @property
     def bias_heads(self) -> int | None:
-        """The number of heads of a position bias, or None if there are no logits to add it to."""
+        """The number of heads of a position bias, or None if the mixer has no logits."""
         return self.num_heads if self.alignment.makes_logits else None
 
     def _values(self, memory: jax.Array) -> jax.Array:
@@ -290,13 +295,15 @@ class Attention(AttentionBase):
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
 
         if self.is_sowing_weights:
-            # `attend` may never hold all weights, so they are computed once more to be shown.
+            # `attend` may not hold all attention weights in memory, so the weights that are sown
+            # are computed once more.
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(all_terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
             has_logits = not any(isinstance(term, Banded | Split) for term in terms)
             if has_logits and self.is_mutable_collection(LOGITS):
-                # Distillation compares the logits of the alignment, without the position bias.
+                # Distillation compares the logits of the alignment, which do not include the
+                # position bias.
                 logits = materialize_logits(terms, mask=mask, **lengths)
                 self.sow(LOGITS, "attention_logits", logits)
 
@@ -312,10 +319,10 @@ class Attention(AttentionBase):
 
 
 def _num_positions(mask: Mask, length: int) -> int:
-    """Returns the number of positions that tables need.
+    """Returns the number of positions that the alignment's tables must have.
 
-    In packed rows, positions start again in every segment, so it is the length of the longest
-    segment.
+    In packed rows, positions start again in every segment, so the result is the length of the
+    longest segment.
     """
     if mask.key_segments is None or mask.segment_length is None:
         return length
@@ -325,10 +332,10 @@ def _num_positions(mask: Mask, length: int) -> int:
 def _extend(
     cache: Cache, terms: Terms, values: Values, *, n: int, mask: Mask, position: int | jax.Array
 ) -> tuple[Terms, Values, Mask, Cache, jax.Array | None]:
-    """Calls `attention.extend` for n queries.
+    """Calls `attention.extend` for self-attention or cross-attention with n queries.
 
-    In cross-attention the last value that it returns tells whether the queries are at valid
-    positions. It is None if they are known to be.
+    In cross-attention, the last returned value says whether the queries are at valid positions. If
+    all positions are known to be valid, the last value is None.
     """
     if cache.empty_memory is None:
         return *extend(cache, terms, values, at=position, mask=mask), None
@@ -338,7 +345,8 @@ def _extend(
             "step."
         )
 
-    # The keys are the memory's and do not grow, so the step only counts its queries.
+    # The keys belong to the memory and their number does not grow, so the step only counts its
+    # queries.
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
     valid, length = advance_length(

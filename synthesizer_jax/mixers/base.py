@@ -22,19 +22,22 @@ from synthesizer_jax.primitives.initializers import Initializer
 from synthesizer_jax.primitives.mesh import on_any_mesh
 
 MixerCache: TypeAlias = PyTree
-"""The cache of a mixer: a pytree of the mixer's own type, with the attributes of a `TokenCount`."""
+"""The cache of a mixer, a pytree with the attributes of a `TokenCount`.
+
+Every mixer has its own type of cache.
+"""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """The cache of a mixer that keeps nothing about past tokens except their number.
+    """The cache of a mixer that stores only the number of past tokens.
 
     Attributes:
-      length: the position of the next token, int32. It is a scalar, or ``[batch]`` if the examples
-        have different positions. In cross-attention it counts queries.
+      length: the position of the next token, int32. The length is a scalar, or ``[batch]`` if the
+        examples have different positions. In cross-attention, the length counts queries.
       empty_memory: an array without tokens, ``[batch, 0, width]``, with the width and dtype of the
-        memory in cross-attention. It is None in self-attention.
+        memory in cross-attention. None means self-attention.
     """
 
     length: int | jax.Array | np.int32 = dataclasses.field(default_factory=lambda: np.int32(0))
@@ -44,14 +47,14 @@ class TokenCount:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixerInput:
-    """The input of `Mixer.mix`: all tokens, or the new tokens if there is a cache.
+    """The input of `Mixer.mix`, which holds all tokens, or the new tokens if there is a cache.
 
     Attributes:
-      x: ``[batch, q, d_model]`` the tokens that are mixed, which are the queries of attention.
-      mask: which keys each query may see. It is already in the form for self-attention or for a
-        decoding step.
-      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention. It has no tokens (k = 0)
-        if the cache holds them. It is None in self-attention.
+      x: ``[batch, q, d_model]`` the tokens to mix, which are the queries of attention.
+      mask: the mask that says which keys each query may see. It is already prepared for
+        self-attention or for a decoding step.
+      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention. If the cache already
+        holds the keys and values, `kv` has no tokens (k = 0). None means self-attention.
       bias: terms that are added to the logits.
       cache: the cache to extend, or None.
       position: in-sequence position of the first token of `x`, a scalar.
@@ -66,20 +69,21 @@ class MixerInput:
 
 
 class Mixer(nn.Module):
-    """A layer that mixes tokens, such as attention or a layer that replaces it.
+    """The base class of layers that mix tokens, such as attention and its replacements.
 
-    Its inputs and outputs are ``[batch, length, d_model]``. A subclass defines the compact method
-    `mix`, on which all public methods are built. To support decoding, it also defines `new_cache`.
-    It sets the following attributes if they differ from the defaults.
+    The inputs and outputs of a mixer are ``[batch, length, d_model]``. A subclass defines the
+    compact method `mix`, which all public methods call. To support decoding, a subclass also
+    defines `new_cache`. A subclass sets the following attributes if they differ from the defaults.
 
     Attributes:
-      has_cross_attention: whether the mixer can attend to tokens other than its own.
-      supports_causal: whether it can hide later tokens, as decoders require.
+      has_cross_attention: whether the mixer can attend to the tokens of a memory, such as the
+        outputs of an encoder.
+      supports_causal: whether the mixer can hide later tokens, as decoders require.
       supports_bidirectional: whether a position can see later positions, as encoders require.
       supports_packing: whether a row may hold several sequences.
       shares_cross_cache: whether all rows that attend to the same memory can share one cache in
-        cross-attention. They cannot if the cache depends on the queries, as in
-        `SentenceFeedForward`.
+        cross-attention. A cache that depends on the queries, as in `SentenceFeedForward`, cannot be
+        shared.
     """
 
     has_cross_attention: ClassVar[bool] = False
@@ -106,21 +110,21 @@ class Mixer(nn.Module):
         """Mixes tokens.
 
         Args:
-          x: ``[batch, q, d_model]``. Its dtype is the dtype of the computation.
+          x: ``[batch, q, d_model]``. The dtype of `x` is the dtype of the computation.
           kv: ``[batch, k, width]`` tokens to attend to. None means `x`, which is self-attention.
-          mask: which keys may be seen and which queries are real. In self-attention the real
-            queries are the real keys. If the mask is an array, all queries count as real; see
-            `Mask.of`.
-          bias: terms that are added to the logits, outside the weights of a mixture. A stack passes
-            T5's relative bias in this way.
+          mask: the mask that says which keys may be seen and which queries are real. In
+            self-attention, the real queries are the real keys. If the mask is an array, all queries
+            count as real; see `Mask.of`.
+          bias: terms that are added to the logits, after a mixture has weighted its parts. A stack
+            passes T5's relative bias in this argument.
 
         Returns:
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer's attributes exclude one of the arguments, or the mixer has
-            positions for fewer tokens.
-          TypeError: there is an unknown argument.
+          ValueError: the mixer does not support one of the arguments, or there are more tokens than
+            the mixer has positions.
+          TypeError: an argument is unknown.
         """
         name = type(self).__name__
         if unknown:
@@ -143,7 +147,8 @@ class Mixer(nn.Module):
                 "queries and keys are the same tokens. Leave it out, or pass the cache of the "
                 "earlier tokens to extend."
             )
-        # In self-attention queries and keys are the same tokens, so padded keys are padded queries.
+        # In self-attention, queries and keys are the same tokens, so padded keys are also padded
+        # queries.
         mask = mask.for_self_attention() if kv is None else mask
         return self.mix(MixerInput(x, mask, kv, bias))[0]
 
@@ -157,9 +162,9 @@ class Mixer(nn.Module):
         bias: Terms = (),
         platform: str | None = None,
     ) -> tuple[Explanation, ...]:
-        """Explains which implementation computes the layer, and why the others do not.
+        """Explains which implementation computes the layer, and why other implementations do not.
 
-        It traces the layer but computes nothing.
+        The method traces the layer but computes nothing.
 
         Args:
           x: as in `__call__`. A `jax.ShapeDtypeStruct` is enough.
@@ -184,18 +189,19 @@ class Mixer(nn.Module):
         mask: Mask | jax.Array | None = None,
         whole: bool = True,
     ) -> MixerCache:
-        """Returns an empty cache. In cross-attention it holds the keys and values of the memory.
+        """Returns an empty cache. In cross-attention, the cache holds the memory's keys and values.
 
         Args:
-          x: ``[batch, any, d_model]``. Only the shape and the dtype are read.
+          x: ``[batch, any, d_model]``. The method reads only the shape and the dtype of `x`.
           kv: ``[batch, k, width]`` the memory in cross-attention. None means self-attention.
-          max_length: number of positions that `extend` may reach.
-          mask: in cross-attention, which tokens of the memory are real. The contents of the other
-            tokens then have no effect, even if they are NaN.
-          whole: whether to keep all positions. If it is False, attention with a window keeps only
-            the positions that the window still reaches, provided that its logits are products of
-            tokens only. `extend` then takes no bias, and a prefix of the mask makes only the kept
-            positions visible. Models without a position bias set it to False to decode.
+          max_length: the largest number of positions that `extend` can fill.
+          mask: the mask that says which tokens of the memory are real, in cross-attention. Tokens
+            that are not real have no effect, even if their contents are NaN.
+          whole: whether the cache keeps all positions. If `whole` is False, attention with a window
+            keeps only the positions that the window can still reach, provided that its logits are
+            products of tokens only. With such a short cache, `extend` takes no bias, and a prefix
+            of the mask makes only the kept positions visible. To decode, models without a position
+            bias set `whole` to False.
 
         Raises:
           ValueError: the mixer cannot decode, or it has fewer than `max_length` positions.
@@ -217,32 +223,32 @@ class Mixer(nn.Module):
         bias: Terms = (),
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, MixerCache]:
-        """Mixes new tokens with those in a cache, for one decoding step or for a whole prompt.
+        """Mixes new tokens with the tokens in a cache, for one decoding step or for a whole prompt.
 
-        Self-attention is always causal here. Only the mask's `prefix_lengths` make later tokens
-        visible.
+        In this method, self-attention is always causal. Later tokens are visible only if the mask
+        has `prefix_lengths`.
 
-        The mask says how long each prompt is: `key_lengths` if the padding is at the end, or
-        `key_valid` ``[batch, q]`` if it can be anywhere. Positions then count the real tokens of an
-        example, and every example continues at its own position. The contents of padding have no
-        effect. The outputs of padding are the same as in `__call__`.
+        The mask says how long each prompt is. Use `key_lengths` if all padding is at the end, or
+        `key_valid` ``[batch, q]`` if padding can be anywhere. With either field, positions count
+        the real tokens of an example, and every example continues at its own position. The contents
+        of padding have no effect. The outputs at padding are the same as in `__call__`.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.
           cache: the cache from `init_cache` or from the previous step.
-          mask: as in `__call__`, over all positions of the cache. Only `key_valid` is over the new
-            tokens.
+          mask: as in `__call__`, for all positions of the cache, except that `key_valid` is only
+            for the new tokens.
           bias: as in `__call__`, for the new queries and all positions of the cache.
           position: in-sequence position of the first token, a scalar or ``[batch]``. None means the
-            end of the cache. It may be smaller, to decode again from an earlier position, unless
-            the mixer keeps sums or a window.
+            end of the cache. To decode again from an earlier position, pass a smaller position. A
+            smaller position is not allowed if the cache holds sums or only a window.
 
         Returns:
           ``[batch, q, d_model]`` and the extended cache.
 
         Raises:
-          ValueError: an argument does not fit, for example because there are tokens past the end of
-            the cache. If the position is traced, as in a compiled loop, the outputs are NaN
+          ValueError: an argument is not allowed, for example because there are tokens past the end
+            of the cache. If the position is traced, as in a compiled loop, the outputs are NaN
             instead.
         """
         mask = Mask.of(mask)
@@ -253,14 +259,15 @@ class Mixer(nn.Module):
         inputs = MixerInput(x, mask, cache.empty_memory, bias, cache, position)
         y, cache = self._extend_rows(inputs)
         if order is not None:
-            # The inverse permutation returns the outputs to the places of their tokens.
+            # The inverse permutation moves the outputs back to the places of their tokens.
             y = take_positions(y, jnp.argsort(order, axis=1))
         return y, cache
 
     def _extend_rows(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
-        """Does the work of `extend` once all padding is at the end.
+        """Extends the cache for rows in which all padding is at the end.
 
-        The mask in `inputs` is the caller's, and is turned into the mask of a decoding step here.
+        The mask in `inputs` is the caller's mask. This method converts it to the mask of a decoding
+        step.
         """
         position = inputs.position
         cross = inputs.kv is not None
@@ -279,11 +286,11 @@ class Mixer(nn.Module):
         cache: MixerCache = inputs.cache
         batch = inputs.x.shape[0]
         positions, lengths = (jnp.broadcast_to(p, batch) for p in (inputs.position, cache.length))
-        # The offset is set again for every example, from its own position.
+        # The query offset is set again for every example, from the position of the example.
         mask = dataclasses.replace(inputs.mask, query_offset=0)
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:
-            """Returns the row of a mask's array that belongs to an example, as a batch of one."""
+            """Returns the row of a mask's array for one example, as a batch with one row."""
             return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
 
         def extend_row(
@@ -291,7 +298,8 @@ class Mixer(nn.Module):
         ) -> tuple[PyTree, jax.Array]:
             """Extends the cache of one example.
 
-            The length is passed and returned separately, because it is a scalar for a batch of one.
+            The cache's length is passed and returned separately, because it is a scalar if there is
+            only one example.
             """
             x, cache = jax.tree.map(lambda a: a[None], example)
             cache = dataclasses.replace(cache, length=length)
@@ -303,14 +311,14 @@ class Mixer(nn.Module):
             cache = dataclasses.replace(cache, length=None)
             return jax.tree.map(lambda a: a[0], (y, cache)), length
 
-        # The variables are shared, and every example draws its own dropout.
+        # All examples share the variables, but every example draws its own dropout.
         lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
         examples = (inputs.x, dataclasses.replace(cache, length=None))
         (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
         return y, dataclasses.replace(cache, length=length)
 
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache | None]:
-        """Mixes tokens; `__call__` and `extend` are built on this compact method.
+        """Mixes tokens, as the compact method that `__call__` and `extend` call.
 
         Returns:
           ``[batch, q, d_model]`` and the extended cache, or None if there is no cache.
@@ -320,22 +328,22 @@ class Mixer(nn.Module):
     def new_cache(
         self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
     ) -> MixerCache:
-        """Returns an empty cache; this compact method does the work of `init_cache`.
+        """Returns an empty cache, as the compact method that `init_cache` calls.
 
-        It has the arguments of `init_cache`, but `x` has no tokens.
+        The arguments are the same as those of `init_cache`, except that `x` has no tokens.
         """
         raise NotImplementedError
 
     def shorten(self, cache: MixerCache) -> MixerCache:
-        """Returns an empty cache of self-attention without room for positions that are never seen.
+        """Returns an empty self-attention cache with room only for positions that can be seen.
 
-        It is used if `init_cache` gets ``whole=False``. Only attention with a window changes the
-        cache.
+        `init_cache` calls this method if its argument `whole` is False. Only attention with a
+        window changes the cache.
         """
         return cache
 
     def _check_support(self, mask: Mask, bias: Terms, *, cross: bool) -> None:
-        """Raises a `ValueError` if the mixer's attributes exclude an argument."""
+        """Raises a `ValueError` if the mixer's attributes say that an argument is not supported."""
         name = type(self).__name__
         check_fields(self, name)
         if not isinstance(bias, tuple) or bias:
@@ -384,8 +392,9 @@ def merge_heads(
 ) -> jax.Array:
     """Projects heads ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]``.
 
-    The kernel ``out/kernel`` is a parameter of the mixer, ``[heads, head_dim, d_model]``. The input
-    of the projection is sown in `TAPS` as ``heads``.
+    The kernel of the projection is the mixer's parameter ``out/kernel``,
+    ``[heads, head_dim, d_model]``. The input of the projection is sown in `TAPS` under the name
+    ``heads``.
     """
     sow_tap(module, "heads", heads)
     dense = functools.partial(dense_layer, dtype=heads.dtype, kernel_init=kernel_init)
@@ -397,7 +406,8 @@ def merge_heads(
 def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
     """Returns the dropout arguments of `attend`.
 
-    They are the rate and a random key, or no dropout if the random stream ``dropout`` is not given.
+    The arguments are the rate and a random key. If the random stream ``dropout`` is not given, the
+    arguments turn dropout off.
     """
     if rate == 0.0 or not module.has_rng("dropout"):
         return {"dropout_rate": 0.0, "dropout_key": None}
@@ -407,7 +417,7 @@ def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
 def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
     """Returns the mask of n new tokens in self-attention, which is always causal.
 
-    A prefix stays visible up to the last new token.
+    If the mask has a prefix, the prefix stays visible to all new tokens.
     """
     prefix = mask.prefix_lengths
     if prefix is not None:
@@ -416,7 +426,7 @@ def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
 
 
 def _with_real_queries(mask: Mask, position: int | jax.Array) -> Mask:
-    """Returns the mask of new tokens, in which padded keys are padded queries too.
+    """Returns the mask of new tokens with padded keys marked as padded queries too.
 
     The first new token is at `position`.
     """
@@ -430,8 +440,8 @@ def _with_real_queries(mask: Mask, position: int | jax.Array) -> Mask:
 def resolve_position(position: int | jax.Array | None, length: int | jax.Array) -> int | jax.Array:
     """Returns the position of a decoding step.
 
-    If the position is None, it is the end of the cache. If it is known to be 0, the result is the
-    integer 0, so that the beginning of a text can be computed without a traced position.
+    None means the end of the cache. If the position is known to be 0, the result is the integer 0,
+    so that the beginning of a text can be computed without a traced position.
     """
     position = length if position is None else position
     is_start = is_concrete(position) and np.ndim(position) == 0 and int(position) == 0
@@ -448,11 +458,11 @@ def move_padding_last(
 ) -> tuple[jax.Array, Mask, jax.Array]:
     """Moves the padding of new tokens ``[b, n, ...]`` to the end of each row.
 
-    Positions then count real tokens.
+    After the move, the positions of a row count its real tokens.
 
     Args:
       x: the new tokens.
-      mask: a mask whose `key_valid` ``[b or 1, n]`` tells which of the tokens are real.
+      mask: a mask whose `key_valid` ``[b or 1, n]`` says which tokens are real.
       position: in-sequence position of the first token.
 
     Returns:
@@ -472,7 +482,7 @@ def move_padding_last(
             f"{mask.key_valid.shape[-1]} entries for {n} tokens. Leave it out if all are real."
         )
     real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
-    # The sort is stable, so the real tokens keep their order.
+    # The sort is stable, so the real tokens of a row keep their order.
     order = jnp.argsort(~real, axis=1, stable=True)
     mask = dataclasses.replace(
         mask,
@@ -485,6 +495,6 @@ def move_padding_last(
 
 
 def take_positions(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the positions ``[b, m]`` of every example of ``[b, n, ...]``, as ``[b, m, ...]``."""
+    """Returns the entries ``[b, m, ...]`` of ``[b, n, ...]`` at positions ``[b, m]``."""
     index = jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2)))  # [b, m, 1, ...]
     return jnp.take_along_axis(x, index, axis=1)

@@ -1,4 +1,4 @@
-"""Lightweight and dynamic convolutions."""
+"""Lightweight and dynamic convolutions, which replace self-attention."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 
 class ConvolutionBase(Mixer):
-    """A depthwise convolution between two projections, whose kernel is a softmax over its taps.
+    """A depthwise convolution between two projections, with a kernel that is a softmax over taps.
 
-    ``y = W_o · conv(W_1 x ∘ σ(W_2 x))`` with ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al.
-    2019). Under a causal mask the taps are the last `width` positions. Otherwise they lie around
-    the position. Padding counts as zero, and the weights of the other taps do not change. A
-    subclass defines `_tap_logits`.
+    The layer computes ``y = W_o · conv(W_1 x ∘ σ(W_2 x))`` with
+    ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al. 2019). If the mask is causal, the taps are
+    the last `width` positions. Otherwise, the taps lie on both sides of the position. Padding
+    counts as zero, and the weights of the taps on real tokens do not change. A subclass defines
+    `_tap_logits`.
 
     Attributes:
       width: number of taps.
-      groups: number of groups of channels. The channels of a group share a kernel. None means that
+      groups: number of groups of channels. The channels in a group share a kernel. None means that
         every channel has its own kernel, as in the released Mesh-TensorFlow code. Wu et al. use 16
         groups.
-      glu: whether the input is gated. If it is False, the input is one plain projection.
-      pointwise: whether there is another dense layer with a bias before the output projection, as
-        in the released Mesh-TensorFlow code.
-      dropout_rate: probability of dropping a tap. There is one draw for each example, position and
-        group.
+      glu: whether the input is gated. False means that the input is a projection without a gate.
+      pointwise: whether the layer has another dense layer with a bias before the output projection,
+        as in the released Mesh-TensorFlow code.
+      dropout_rate: probability of dropping a tap. Every example, position and group has its own
+        random draw.
       tap_init: initializer of the kernel's logits ``[groups, width]``.
       kernel_init: initializer of the dense layers' kernels.
     """
@@ -77,7 +78,7 @@ class ConvolutionBase(Mixer):
     def _terms_and_values(self, x: jax.Array, mask: Mask) -> tuple[Terms, jax.Array]:
         """Returns the convolution as a term, and the values ``[batch, length, groups, channels]``.
 
-        The term holds the kernel as attention weights for a window of keys.
+        The term represents the kernel as attention weights for a window of keys.
         """
         d_model = x.shape[-1]
         groups = d_model if self.groups is None else self.groups
@@ -91,7 +92,8 @@ class ConvolutionBase(Mixer):
             u = u * jax.nn.sigmoid(self._dense(x, "gate"))
         logits = self._tap_logits(u, groups)
         weights = jax.nn.softmax(logits.astype(logits_dtype(logits)), axis=-1)
-        # The distance of the first tap: the window ends at the position, or lies around it.
+        # `first` is the distance of the first tap from the position. A causal window ends at the
+        # position. Other windows lie on both sides of the position.
         first = 1 - self.width if mask.causal else -(self.width // 2)
         values = u.reshape(*u.shape[:2], groups, d_model // groups)  # [b, n, groups, channels]
         return (banded(weights, first=first),), values
@@ -129,11 +131,12 @@ class LightweightConvolution(ConvolutionBase):
 class DynamicConvolution(ConvolutionBase):
     """A depthwise convolution whose kernel is computed from the token at each position.
 
-    ``w_i = W u_i`` (Wu et al. 2019, section 4). See `ConvolutionBase` for the other fields.
+    The logits of the kernel at position i are ``w_i = W u_i`` (Wu et al. 2019, section 4). See
+    `ConvolutionBase` for the other fields.
 
     Attributes:
-      groups: number of groups. None means that every channel has its own kernel. The projection W
-        then has d_model · width outputs.
+      groups: number of groups. None means that every channel has its own kernel, so that the
+        projection W has d_model · width outputs.
     """
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Feed-forward networks that take the place of attention."""
+"""Feed-forward networks that replace attention."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from synthesizer_jax.primitives.initializers import FanIn, Initializer, TorchUni
 from synthesizer_jax.primitives.parameters import with_axes
 
 EPSILON = 1e-5
-"""The epsilon of both normalizations, which is PyTorch's default."""
+"""The epsilon of both normalizations of a `SentenceNetwork`, which is PyTorch's default."""
 
 SLOPE = 0.01
 """The negative slope of the leaky ReLU."""
 
 
 class Sums(NamedTuple):
-    """What a network has read of a sentence, as sums over its tokens.
+    """Sums over the tokens of a sentence that a `SentenceNetwork` has read.
 
-    The sums of two parts of a sentence can be added to get those of both.
+    The sums of two parts of a sentence can be added to get the sums of the whole sentence.
 
     Attributes:
-      total: ``[b, n, 1]`` sum of the inputs.
-      squares: ``[b, n, 1]`` sum of the squares of the inputs.
-      hidden: ``[b, n, nets, hidden]`` sum of the products of the inputs with the first layer.
+      total: ``[b, n, 1]`` the sum of the inputs.
+      squares: ``[b, n, 1]`` the sum of the squares of the inputs.
+      hidden: ``[b, n, nets, hidden]`` the sum of the products of the inputs and the kernel of the
+        first layer.
     """
 
     total: jax.Array
@@ -50,31 +51,33 @@ class SentenceCache(TokenCount):
     """The cache of a `SentenceFeedForward`; see `TokenCount` for the other attributes.
 
     Attributes:
-      sums: the sums over all tokens that were read, with n = 1.
+      sums: the sums over all tokens that have been read, with n = 1.
     """
 
     sums: Sums = dataclasses.field(kw_only=True)
 
 
 class SentenceNetwork(nn.Module):
-    """A two-layer network over a whole flattened sentence, padded with zeros to N tokens.
+    """A two-layer network over a flattened sentence, which is padded with zeros to N tokens.
 
-    ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases (Bozic et al.
-    2023, released code).
+    The layers are ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases
+    (Bozic et al. 2023, released code).
 
-    This implementation neither pads nor flattens. The statistics of the first normalization and the
-    first product are sums over tokens, so shorter inputs cost less. The decoder's replacement runs
-    the network once for every prefix. These sums for all prefixes are one cumulative sum.
+    This implementation neither pads nor flattens the sentence. The statistics of the first
+    normalization and the first product are sums over tokens, so shorter inputs cost less. In a
+    decoder, the network runs once for every prefix of the sentence. The sums for all prefixes are
+    computed by one cumulative sum.
 
     Attributes:
       width: width d of a token.
       max_length: number of tokens N.
       hidden_dim: width of the hidden layer.
       features: width of the output at one position.
-      nets: number of networks side by side. ALSR has one for each head.
-      every_position: whether one pass gives the outputs at all N positions. If it is False, a pass
-        gives the output at one position.
-      inputs: number of sequences of N tokens that the network reads. It is 2 in cross-attention.
+      nets: number of parallel networks. ALSR has one network for each head.
+      every_position: whether one pass gives the outputs at all N positions. False means that one
+        pass gives the output at one position.
+      inputs: number of sequences of N tokens that the network reads. In cross-attention, the
+        network reads 2 sequences.
     """
 
     width: int
@@ -91,7 +94,7 @@ class SentenceNetwork(nn.Module):
         def param(
             name: str, init: Callable[..., jax.Array], axes: tuple[str | None, ...], *shape: int
         ) -> jax.Array:
-            """Creates a parameter whose axes have names."""
+            """Creates a parameter with logical axis names."""
             value: jax.Array = self.param(name, with_axes(init, *axes), shape)
             return value
 
@@ -101,7 +104,8 @@ class SentenceNetwork(nn.Module):
         ones = nn.initializers.ones_init()
         zeros = nn.initializers.zeros_init()
 
-        # The first normalization, over all tokens and features, and the first linear layer.
+        # These are the parameters of the first normalization, which is over all tokens and
+        # features, and of the first linear layer.
         first = TorchUniform(fan_in=num_inputs * self.width)
         shape = (nets, num_inputs, self.width)
         axes = (None, "key_length", "embed")
@@ -110,7 +114,8 @@ class SentenceNetwork(nn.Module):
         self.kernel_0 = param("kernel_0", first, (*axes, "mlp"), *shape, self.hidden_dim)
         self.bias_0 = param("bias_0", first, (None, "mlp"), nets, self.hidden_dim)
 
-        # The normalization of the hidden layer, and the second linear layer.
+        # These are the parameters of the normalization of the hidden layer, and of the second
+        # linear layer.
         second = TorchUniform(fan_in=self.hidden_dim)
         self.scale_1 = param("scale_1", ones, (None, "mlp"), nets, self.hidden_dim)
         self.shift_1 = param("shift_1", zeros, (None, "mlp"), nets, self.hidden_dim)
@@ -121,15 +126,16 @@ class SentenceNetwork(nn.Module):
         self.bias_1 = param("bias_1", second, (None, "query_length", None), *bias_shape)
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
-        """Returns the sums that tokens ``[b, n, d]`` contribute. Padding must be zero.
+        """Returns the sums that tokens ``[b, n, d]`` contribute. The padding in `x` must be zero.
 
         Args:
           x: the tokens.
           start: position of the first token in its sequence.
-          which: index of the sequence: 1 for the queries in cross-attention, otherwise 0.
+          which: index of the sequence, which is 1 for the queries in cross-attention and 0
+            otherwise.
 
         Returns:
-          Sums for each token by itself.
+          The sums of each token separately.
         """
         first = which * self.max_length + start
         scale, kernel = (
@@ -148,18 +154,20 @@ class SentenceNetwork(nn.Module):
         """Returns the normalized hidden layer ``[b, n, nets, hidden]``, float32 or wider."""
         size = self.inputs * self.max_length * self.width
         mean = sums.total / size
-        variance = jnp.maximum(sums.squares / size - mean**2, 0)  # rounding can make it negative
+        # Rounding errors could make the variance negative.
+        variance = jnp.maximum(sums.squares / size - mean**2, 0)
         inverse = jax.lax.rsqrt(variance + EPSILON)
-        # The normalization acts on N · d inputs that are never stored. Because it is linear given
-        # its statistics, it moves behind the first product: `column` is the product of the scales
-        # with the kernel, by which the mean is multiplied, and `shift` is the product of the
-        # shifts. Both are [nets, hidden].
+        # The normalization acts on N · d inputs that are never stored. Given its mean and variance,
+        # the normalization is linear, so it can be applied after the first product. `column` is the
+        # product of the normalization's scales and the kernel, and is multiplied by the mean.
+        # `shift` is the product of the normalization's biases and the kernel, plus the bias of the
+        # linear layer. Both have the shape [nets, hidden].
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
         h = jax.nn.leaky_relu(product + shift[None, None], SLOPE)
 
-        # The second normalization, over the features of the hidden layer.
+        # The second normalization is over the features of the hidden layer.
         h = h - h.mean(-1, keepdims=True)
         h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + EPSILON)
         return h * self.scale_1[None, None] + self.shift_1[None, None]
@@ -169,7 +177,7 @@ class SentenceNetwork(nn.Module):
 
         Args:
           hidden: hidden layers, ``[b, length or 1, nets, hidden]``.
-          start: the first output position, if the network has outputs at every position.
+          start: the first output position, if `every_position` is True.
           length: number of output positions.
         """
         if not self.every_position:
@@ -187,31 +195,33 @@ class SentenceNetwork(nn.Module):
 
 @register
 class SentenceFeedForward(Mixer):
-    """A feed-forward network over the whole sentence in the place of attention.
+    """A feed-forward network over the whole sentence that replaces attention.
 
-    Bozic et al. 2023. The fields select the paper's variants:
+    The fields select the variants of Bozic et al. 2023:
 
-    - ALR, the default: the network computes the concatenated heads, and the output projection
-      stays.
-    - ALSR: the same with `separate_heads`.
-    - ALRR: no `num_heads`, in a `Block` with ``self_residual=False``.
-    - ELR: the same as ALRR in a block without a feed-forward layer.
+    - ALR is the default. The network computes the concatenated heads, which the output projection
+      then multiplies.
+    - ALSR is ALR with ``separate_heads=True``.
+    - ALRR has ``num_heads=None`` and is used in a `Block` with ``self_residual=False``.
+    - ELR is ALRR in a block without a feed-forward layer.
 
-    In decoders set `causal`. The output at a position is then computed from the tokens up to this
-    position.
+    In decoders, set `causal` to True. The output at a position is then computed only from the
+    tokens up to this position.
 
-    As a `cross_mixer` it reads the encoder's output and the decoder's states up to the position.
-    The released code trains this network on all decoder states but uses it on prefixes. Here both
-    use prefixes, so that training and decoding agree.
+    As a `cross_mixer`, the network reads the encoder's output and the decoder's states up to the
+    position. The released code trains the cross-attention network on all decoder states but decodes
+    with prefixes. This implementation uses prefixes in both cases, so that training and decoding
+    agree.
 
     Attributes:
-      max_length: number of tokens for which the network has weights, 50 in the paper.
+      max_length: number of tokens for which the network has weights. The paper uses 50.
       hidden_dim: width of the hidden layer.
-      num_heads: number of heads of the output projection. None means that there is no projection,
-        and the output of the network is the output of the mixer.
+      num_heads: number of heads of the output projection. None means that the mixer has no output
+        projection and returns the output of the network.
       head_dim: width of one head.
-      separate_heads: whether every head has a network of its own.
-      causal: True for self-attention in decoders.
+      separate_heads: whether every head has its own network.
+      causal: whether an output depends only on tokens up to its position, as self-attention in
+        decoders requires.
       out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
@@ -225,7 +235,8 @@ class SentenceFeedForward(Mixer):
 
     has_cross_attention = True
     supports_packing = False
-    shares_cross_cache = False  # its cache in cross-attention sums up the decoder's tokens
+    # The cache in cross-attention holds sums over the decoder's tokens, so rows cannot share it.
+    shares_cross_cache = False
     supports_causal = property(lambda self: self.causal)
     supports_bidirectional = property(lambda self: not self.causal)
 
@@ -237,10 +248,11 @@ class SentenceFeedForward(Mixer):
         network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
 
-        # What the network has read at every position; n = 1 if all positions read everything.
+        # The sums say what the network has read at every position. If all positions read the whole
+        # sentence, the sums have n = 1.
         if kv is not None:
-            # Cross-attention reads the queries so far and the memory. If there is a cache, it holds
-            # the sums over the memory already.
+            # Cross-attention reads the memory and the queries up to the position. If there is a
+            # cache, it already holds the sums over the memory.
             sums = _prefixes(network.read(zero_padding(x, real), start=position, which=1))
             if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
@@ -271,7 +283,7 @@ class SentenceFeedForward(Mixer):
             capacity=self.max_length,
             exact=True,
         )
-        # The cache keeps the sums up to the last new token.
+        # The cache stores the sums up to the last new token.
         sums = jax.tree.map(lambda x: x[:, -1:], sums)
         return fill_invalid(y, valid), dataclasses.replace(cache, sums=sums, length=length)
 
@@ -288,7 +300,7 @@ class SentenceFeedForward(Mixer):
     def _make_network(
         self, x: jax.Array, kv: jax.Array | None, mask: Mask, *, position: int | jax.Array = 0
     ) -> SentenceNetwork:
-        """Returns the network or networks after checking the fields, the mask and the lengths."""
+        """Returns the network after checking the fields, the mask and the lengths."""
         cross = kv is not None
         is_plain = mask.band == (None, 0) and mask.prefix_lengths is None and mask.allowed is None
         if not cross and self.causal and not is_plain:
@@ -319,23 +331,23 @@ class SentenceFeedForward(Mixer):
 
 
 def _prefixes(sums: Sums) -> Sums:
-    """Returns the sums over each token and all tokens before it."""
+    """Returns, for every token, the sums over the token and all earlier tokens."""
     return jax.tree.map(lambda x: jnp.cumsum(x, axis=1), sums)
 
 
 def _read_all(network: SentenceNetwork, x: jax.Array, mask: Mask) -> Sums:
-    """Returns the sums over all real tokens, with n = 1."""
+    """Returns the sums over all real tokens of each row, with n = 1."""
     sums = network.read(_real_tokens(x, mask, 0))
     return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), sums)
 
 
 def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
-    """Returns the tokens ``[b, n, d]`` with zeros in the place of padding.
+    """Returns the tokens ``[b, n, d]`` with the padding set to zero.
 
     Args:
       x: the tokens.
-      mask: a mask of keys, which tells which are real.
-      start: the position of the first token among these keys.
+      mask: a mask that says which keys are real.
+      start: the position of the first token among the keys of the mask.
     """
     n = x.shape[1]
     if not n or (mask.key_lengths is None and mask.key_valid is None):
@@ -345,7 +357,7 @@ def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
 
 @register
 class TokenFeedForward(Mixer):
-    """The same network on every token by itself, without any mixing, as a baseline for the others.
+    """A baseline for `SentenceFeedForward` that applies the same network to every token separately.
 
     Attributes:
       hidden_dim: width of the hidden layer.
@@ -370,7 +382,7 @@ class TokenFeedForward(Mixer):
             name="network",
             parent=self,
         )
-        tokens = x.reshape(-1, 1, x.shape[-1])  # [b · n, 1, d], sentences of one token
+        tokens = x.reshape(-1, 1, x.shape[-1])  # [b · n, 1, d], as sentences with one token
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)  # [b, n, h, e]
         y = zero_padding(y, mask.queries(x.shape[1]))
@@ -389,5 +401,5 @@ class TokenFeedForward(Mixer):
     def new_cache(
         self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
     ) -> TokenCount:
-        """Returns a cache that counts tokens; see `Mixer.new_cache`."""
+        """Returns a cache that only counts tokens; see `Mixer.new_cache`."""
         return TokenCount()

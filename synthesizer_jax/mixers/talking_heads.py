@@ -28,26 +28,26 @@ Dynamic: TypeAlias = Annotated[str, Choices(("x2l", "m2l", "x2w", "m2w"))]
 class TalkingHeads(AttentionBase):
     """Attention whose heads exchange logits before the softmax and weights after it.
 
-    ``J = alignment``, ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``,
-    ``y = concat(U V) W_o`` (Shazeer et al. 2020, section 3). It works with any alignment that makes
-    logits. All logits are held in memory, because heads that exchange logits cannot be computed one
-    by one.
+    From the alignment's logits J, the layer computes ``L = J P_l + bias``, ``W = softmax(L)``,
+    ``U = W P_w`` and ``y = concat(U V) W_o`` (Shazeer et al. 2020, section 3). The alignment can be
+    any alignment that makes logits. The layer holds all logits in memory, because heads that
+    exchange logits cannot be computed one by one.
 
     Attributes:
       num_heads: number of heads of the alignment, h_k in the paper.
       softmax_heads: number of heads of the softmax and of a position bias, h in the paper. None
         means `num_heads`.
       value_heads: number of heads of the values, h_v in the paper. None means `softmax_heads`.
-      project_logits: whether there is a P_l. If it is False, `num_heads` must equal
-        `softmax_heads`.
-      project_weights: whether there is a P_w. If it is False, `softmax_heads` must equal
-        `value_heads`.
-      dynamic: any of ``x2l``, ``m2l``, ``x2w`` and ``m2w``. Each adds a linear function of the
-        query's token (x) or the key's token (m) to P_l or to P_w (section 6).
+      project_logits: whether the layer has a matrix P_l. If the layer has no P_l, `num_heads` must
+        equal `softmax_heads`.
+      project_weights: whether the layer has a matrix P_w. If the layer has no P_w, `softmax_heads`
+        must equal `value_heads`.
+      dynamic: any of ``x2l``, ``m2l``, ``x2w`` and ``m2w`` (section 6). Each dynamic projection
+        adds a linear function of the query's token (x) or the key's token (m) to P_l or to P_w.
       talk_init: initializer of P_l ``[h_k, h]`` and P_w ``[h, h_v]``.
       dynamic_scale: sets the initial size of the dynamic projections. If the features of tokens
-        have unit variance, their entries have a variance of `dynamic_scale` divided by the number
-        of heads that they sum over.
+        have unit variance, the entries of a dynamic projection have a variance of `dynamic_scale`
+        divided by the number of heads that the projection sums over.
     """
 
     softmax_heads: Length | None = None
@@ -82,9 +82,10 @@ class TalkingHeads(AttentionBase):
         """Returns the sum of the values, weighted by ``softmax(logits P_l) P_w``."""
         queries, keys = mask.uncleared(x.shape[1], values[0].shape[1])
         terms, values = clear_padding(terms, values, None, keys)
-        v, *dynamic = values  # [b, k, h_v, e], and the projections of `_values`
+        # `_values` returns the values [b, k, h_v, e] and the dynamic projections of the memory.
+        v, *dynamic = values
 
-        # The dynamic parts of P_l and P_w, which each key and each query adds.
+        # Each key and each query adds its own dynamic part to P_l and P_w.
         names = [name for name in ("m2l", "m2w") if name in self.dynamic]
         by_key = dict(zip(names, dynamic, strict=True))  # [b, k, from, to]
         by_query = {
@@ -109,8 +110,8 @@ class TalkingHeads(AttentionBase):
 
         pairs = mask.pairs(q_length, k_length)
         if pairs is not None:
-            # The masked logits are finite. The softmax's own argument `where` would compute with
-            # infinite numbers.
+            # Masked logits are set to a finite number here, because the argument `where` of
+            # `jax.nn.softmax` would compute with infinities.
             logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
         weights = jax.nn.softmax(logits)  # [b or 1, h, q, k]
         if pairs is not None:
@@ -154,9 +155,10 @@ class TalkingHeads(AttentionBase):
         )
 
     def _check_fields(self) -> None:
-        """Raises a `ValueError` if a projection is left out but is needed.
+        """Raises a `ValueError` if P_l or P_w is left out but is needed.
 
-        It is needed if the number of heads changes or if there is a dynamic projection.
+        P_l or P_w is needed if it changes the number of heads, or if a dynamic projection is added
+        to it.
         """
         for name in ("logits", "weights"):
             source, to = self._num_heads_between(name[0])
@@ -172,7 +174,7 @@ class TalkingHeads(AttentionBase):
 def _mix_heads(
     heads: jax.Array, matrix: jax.Array, by_query: jax.Array | None, by_key: jax.Array | None
 ) -> jax.Array:
-    """Returns ``heads · (P + P_x + P_m)``, from ``[b or 1, h, q, k]`` to ``[b or 1, g, q, k]``.
+    """Returns ``heads · (P + P_x + P_m)``, which maps h heads to g heads, ``[b or 1, g, q, k]``.
 
     Args:
       heads: logits or weights, ``[b or 1, h, q, k]``.

@@ -1,4 +1,4 @@
-"""Values that modules show to distillation, and values that distillation puts in their place."""
+"""Collections through which distillation reads and replaces the values of modules."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ import jax
 from flax.core import DenyList
 
 TAPS = "taps"
-"""The collection in which modules sow the values that distillation compares, if it is mutable."""
+"""The collection in which modules sow the values that distillation compares.
+
+Modules sow values only if the collection is mutable.
+"""
 
 OVERRIDES = "overrides"
-"""The collection of values that a module uses instead of those that it would sow in `TAPS`."""
+"""The collection of values that replace the values that modules sow in `TAPS`."""
 
 LOGITS = "logits"
-"""The collection in which attention that sows its weights also sows its logits if it is mutable."""
+"""The collection in which attention layers that sow their weights also sow their logits.
+
+Logits are sown only if the collection is mutable.
+"""
 
 LOSSES = "losses"
-"""The collection in which modules sow values that are added to a training loss."""
+"""The collection in which modules sow values that are added to the training loss."""
 
 READ_ONLY: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
-"""A filter for `nn.vmap`: copies of a module share all collections except these."""
+"""A filter for `nn.vmap` that selects the collections that the copies of a module share."""
 
 
 def tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
-    """Sows a value in `TAPS`, and returns the value or, if there is one, its override."""
+    """Returns a value, or its override if it has one, after sowing the result in `TAPS`."""
     if module.has_variable(OVERRIDES, name):
         value = module.get_variable(OVERRIDES, name)
     sow_tap(module, name, value)
@@ -33,6 +39,6 @@ def tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
 
 
 def sow_tap(module: nn.Module, name: str, value: jax.Array) -> None:
-    """Sows a value in `TAPS` if that collection is mutable."""
+    """Sows a value in `TAPS` if the collection is mutable."""
     if module.is_mutable_collection(TAPS) and not module.is_initializing():
         module.sow(TAPS, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)

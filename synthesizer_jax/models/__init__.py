@@ -1,4 +1,4 @@
-"""Models: stacks of blocks, encoder-decoders, language models, encoders, and models with names."""
+"""Encoder-decoders, language models and encoders, their stacks of blocks, and named models."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports the module of named models on first use, because a saved model does not need it."""
+    """Imports `models.zoo` when one of its names is first used.
+
+    Saved models do not need the module.
+    """
     if name in ("VARIANTS", "ZOO", "Size", "alignment", "t5"):
         return getattr(importlib.import_module("synthesizer_jax.models.zoo"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

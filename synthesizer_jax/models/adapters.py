@@ -1,20 +1,20 @@
 """LoRA adapters: low-rank updates of a trained model's kernels (Hu et al. 2022).
 
 A kernel W of shape ``[inputs, outputs]`` becomes ``W + (alpha / rank) · A · B``, where A is
-``[inputs, rank]`` and B is ``[rank, outputs]``. Kernels with more than two dimensions keep them:
-for a query kernel ``[d_model, heads, head_dim]``, A is ``[d_model, rank]`` and B is
-``[rank, heads, head_dim]``. In scanned layers, A and B both have a leading axis of layers.
+``[inputs, rank]`` and B is ``[rank, outputs]``. Kernels with more than two dimensions are not
+flattened. For example, for a query kernel ``[d_model, heads, head_dim]``, A is ``[d_model, rank]``
+and B is ``[rank, heads, head_dim]``. In scanned layers, A and B both have a leading axis of layers.
 
 A run with adapters trains and saves two kinds of variables:
 
 - The low-rank updates. Their paths are ``KERNEL_PATH/lora_a`` and ``KERNEL_PATH/lora_b``.
 - Whole variables for which `Experiment.init_rules` draw new random values, such as a new
-  classifier. No other checkpoint contains these values, so the run trains the complete arrays,
-  under their usual paths.
+  classifier. No other checkpoint contains these values, so the run trains the complete arrays and
+  saves them under their usual paths.
 
-All other variables of the model are those of the base, which is the checkpoint that the adapters
-modify. `Adapted` decides which variable is of which kind, and `LowRankUpdate` describes the update
-of one kernel.
+All other variables of the model come from the base, which is the checkpoint that the adapters
+modify. `Adapted` decides which variables are trained in which way, and `LowRankUpdate` describes
+the update of one kernel.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class LowRankUpdate:
 
     Attributes:
       kernel: the shape and dtype of the kernel W.
-      axes: the logical axes of the kernel. They determine which of its axes are inputs: all axes
-        except the last if the last one is ``embed``, and otherwise only the first. The axis of
-        scanned layers does not count.
+      axes: the logical axes of the kernel, which determine the kernel's input axes. If the last
+        axis is ``embed``, all other axes are inputs. Otherwise, only the first axis is an input.
+        The axis of scanned layers does not count.
       rank: the rank of the update.
-      scale: the factor of the update.
+      scale: the number by which the product A · B is multiplied.
     """
 
     kernel: jax.ShapeDtypeStruct
@@ -65,15 +65,15 @@ class LowRankUpdate:
     scale: float
 
     leaves = (LORA_A, LORA_B)
-    """The names of the update's arrays, sorted. Each follows the path of the kernel."""
+    """The sorted names of the update's arrays, which are appended to the path of the kernel."""
 
     @property
     def is_scanned(self) -> bool:
-        """Whether the first axis of the kernel is that of the layers of a scanned stack."""
+        """Whether the first axis of the kernel is the axis of the layers of a scanned stack."""
         return self.axes[0] == "layers"
 
     def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
-        """Returns the shape and the logical axes of every array of the update, by its name."""
+        """Returns the shape and the logical axes of every array of the update, by name."""
         shape, axes = self.kernel.shape, self.axes
         first_input = int(self.is_scanned)
         first_output = len(shape) - 1 if axes[-1] == "embed" else first_input + 1
@@ -88,9 +88,9 @@ class LowRankUpdate:
         }
 
     def init(self, keys: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the initial arrays by their names. As in PEFT, A is uniform in ±1/√inputs.
+        """Returns the initial arrays by name. As in PEFT, A is uniform in ±1/√inputs.
 
-        B is zero, so that the adapted model is equal to its base when training starts.
+        B is zero, so the adapted model computes the same outputs as its base when training starts.
 
         Args:
           keys: a random key for every name in `leaves`.
@@ -98,7 +98,8 @@ class LowRankUpdate:
         abstract = self.abstract()
         a, _ = abstract[LORA_A]
         b, _ = abstract[LORA_B]
-        # A is [layers?, *inputs, rank]. Only the input axes count for the range of its values.
+        # The shape of A is [layers?, *inputs, rank]. The range of the initial values depends only
+        # on the sizes of the input axes.
         fan_in = math.prod(a.shape[int(self.is_scanned) : -1])
         return {
             LORA_A: TorchUniform(fan_in)(keys[LORA_A], a.shape, a.dtype),
@@ -110,7 +111,7 @@ class LowRankUpdate:
 
         Args:
           kernel: the kernel of the base.
-          arrays: the arrays of the update by their names.
+          arrays: the arrays of the update by name.
         """
         product = jax.vmap(_product) if self.is_scanned else _product
         return kernel + self.scale * product(arrays[LORA_A], arrays[LORA_B])
@@ -119,7 +120,8 @@ class LowRankUpdate:
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the product of A and B, ``[inputs, outputs]``.
 
-    It is computed in full precision, so that it is the same wherever it is computed.
+    The product is computed in full precision, so that the result does not depend on a platform's
+    default precision.
     """
     return jnp.tensordot(a, b, 1, precision=jax.lax.Precision.HIGHEST)
 
@@ -129,14 +131,15 @@ class Adapted(Trainable[Model]):
 
     Args:
       model: the unbound model to which the adapters are added.
-      example: the shapes and dtypes of the arguments of its `__call__`.
+      example: the shapes and dtypes of the arguments of the model's `__call__`.
       lora: selects the kernels that have low-rank updates.
       is_whole: a function that takes the path of a variable, in the form of looped layers, and
-        returns whether the whole variable is trained. Such a kernel has no low-rank update.
+        returns whether the whole variable is trained. A kernel that is trained whole has no
+        low-rank update.
 
     Attributes:
       lora: the configuration of the adapters.
-      updates: the low-rank updates by the keys of their kernels, sorted by the keys.
+      updates: the low-rank updates by the keys of their kernels, in sorted order.
       whole: the keys of the variables that are trained whole, sorted.
 
     Raises:
@@ -159,7 +162,7 @@ class Adapted(Trainable[Model]):
         self.whole: list[Keys] = []
 
         def is_target(path: str) -> bool:
-            """Returns whether the kernel of a path has an update."""
+            """Returns whether the kernel at a path has a low-rank update."""
             return re.fullmatch(lora.targets, path) is not None
 
         shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
@@ -201,10 +204,10 @@ class Adapted(Trainable[Model]):
         return self.abstract_model()
 
     def init(self, key: jax.Array, base: Variables) -> Variables:
-        """Returns new low-rank updates, and copies of the base's values of the whole variables.
+        """Returns new low-rank updates, and copies of the variables that are trained whole.
 
-        They are copies because training steps donate the buffers of what is trained, and the base
-        must keep its own.
+        The variables are copied from the base because training steps donate the buffers of the
+        trained variables, and the base must keep its buffers.
 
         Args:
           key: a random key.
@@ -224,14 +227,14 @@ class Adapted(Trainable[Model]):
         """Returns the variables for the model's `apply`.
 
         Low-rank updates are added to the kernels of the base. Variables that are trained whole
-        replace the base's, or are added if the base does not have them.
+        replace the variables of the base, or are added if the base does not contain them.
         """
         return _merge(variables, base, tuple(self.updates.items()))
 
     def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
-        """Returns the same as `merge`, computed by a compiled program.
+        """Returns the result of `merge`, computed by a compiled program.
 
-        The program is shared by all objects with equal updates.
+        All objects with equal updates share the compiled program.
         """
         merged: Variables = _compiled_merge(variables, base, tuple(self.updates.items()))
         return merged
@@ -245,7 +248,7 @@ def _merge(
     for keys, update in updates:
         arrays = {leaf: trained.pop((*keys, leaf)) for leaf in update.leaves}
         merged[keys] = update.apply(merged[keys], arrays)
-    # The arrays that are left are trained whole.
+    # All arrays that are left in `trained` are variables that are trained whole.
     return traverse_util.unflatten_dict(merged | trained)
 
 
@@ -253,10 +256,10 @@ _compiled_merge = jax.jit(_merge, static_argnums=2)
 
 
 def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) -> bool:
-    """Returns whether layers that are stacked in one array match: all of them or none of them.
+    """Returns whether the layers that are stacked in one array match.
 
     Raises:
-      ValueError: some layers match and others do not. The message begins with `what`.
+      ValueError: some layers match and other layers do not. The error message begins with `what`.
     """
     others = [path for path in looped if not is_match(path)]
     if others and len(others) < len(looped):

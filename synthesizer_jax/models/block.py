@@ -1,4 +1,4 @@
-"""One layer of a model, with its mixers, feed-forward layer, norms and residual connections."""
+"""A layer of a model, with its mixers, feed-forward layer, norms and residual connections."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from synthesizer_jax.primitives.norms import RMSNorm
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a decoder attends to: the outputs of the encoder, and which of them are visible.
+    """The outputs of the encoder to which a decoder attends, and the mask of cross-attention.
 
     The decoder may have n rows for each row of the memory, for example in beam search, or when n
-    answers to one input are scored. These rows follow one another.
+    answers to one input are scored. The n rows of an input are adjacent.
 
     Attributes:
-      encoded: ``[batch, k, d_model]``.
+      encoded: ``[batch, k, d_model]`` the outputs of the encoder.
       mask: the mask of cross-attention.
     """
 
@@ -61,10 +61,10 @@ class LayerCache:
         return self.self_attention.length
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> LayerCache:
-        """Applies a function to the arrays that have an entry for every row of tokens.
+        """Applies a function to all arrays that have an entry for every row of tokens.
 
-        Shared caches of cross-attention stay as they are. Beam search uses this method to reorder
-        the rows.
+        Shared caches of cross-attention do not change. Beam search uses this method to reorder the
+        rows.
         """
 
         def apply(cache: MixerCache) -> MixerCache:
@@ -81,34 +81,35 @@ class LayerCache:
 
 @register
 class Block(nn.Module):
-    """A layer with residual sub-layers: self-attention, optional cross-attention, and feed-forward.
+    """A layer that consists of self-attention, optional cross-attention, and a feed-forward layer.
 
-    The fields hold the configurations of the sub-layers. The sub-layers that are made from them
-    have T5X's names: ``self_attention``, ``encoder_decoder_attention`` and ``mlp``. In encoders
+    The fields hold the configurations of the sub-layers. The bound sub-layers have the same names
+    as in T5X: ``self_attention``, ``encoder_decoder_attention`` and ``mlp``. In encoders,
     self-attention is named ``attention``.
 
-    For distillation, a block sows values in the collection `TAPS`. These are the inputs
-    ``self_input`` and ``cross_input``, the mixers' outputs ``self_mixed`` and ``cross_mixed``,
-    ``self_output`` (after the residual connection) and ``output``. If the collection ``overrides``
-    is given, the block takes the two inputs from there.
+    For distillation, a block sows values in the collection `TAPS`. The mixers' inputs are sown as
+    ``self_input`` and ``cross_input``, and the mixers' outputs as ``self_mixed`` and
+    ``cross_mixed``. ``self_output`` is the state after the residual connection of self-attention,
+    and ``output`` is the output of the block. If the collection ``overrides`` is given, the block
+    takes ``self_input`` and ``cross_input`` from this collection.
 
     Attributes:
       self_mixer: the token mixer, such as `Attention`.
       feed_forward: the position-wise layer, or None to leave it out.
-      cross_mixer: the mixer over the encoder's outputs. It is None in encoders, in language models,
-        and in layers of a decoder that do not attend to the encoder.
-      dropout_rate: dropout of each sub-layer's output.
-      elementwise_dropout: whether every position has its own draw, instead of one draw for all
-        positions; see `Dropout`.
+      cross_mixer: the mixer over the encoder's outputs. None is for encoders, language models, and
+        decoder layers that do not attend to the encoder.
+      dropout_rate: probability of dropping a feature of a sub-layer's output.
+      elementwise_dropout: whether every position has its own random draw, instead of one draw for
+        all positions; see `Dropout`.
       norm: the normalization.
       post_norm: whether to normalize after the residual connection, ``norm(x + f(x))`` (Vaswani et
-        al. 2017, BERT). Otherwise the input of the sub-layer is normalized, ``x + f(norm(x))``
+        al. 2017, BERT). Otherwise, the input of the sub-layer is normalized, ``x + f(norm(x))``
         (T5).
-      output_norm: whether to normalize a sub-layer's output too, ``x + norm(f(norm(x)))`` (Gemma
-        2).
-      self_residual: whether self-attention has a norm and a residual connection. If it is False,
-        the mixer replaces these too. This is ALRR, or ELR if `feed_forward` is None (Bozic et al.
-        2023).
+      output_norm: whether to normalize the output of a sub-layer as well, ``x + norm(f(norm(x)))``
+        (Gemma 2).
+      self_residual: whether self-attention has a norm and a residual connection. False means that
+        the mixer also replaces the norm and the residual connection. A block with False is ALRR, or
+        ELR if `feed_forward` is None (Bozic et al. 2023).
     """
 
     self_mixer: Mixer
@@ -124,18 +125,18 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, mask: Mask | None = None, bias: Terms = (), memory: Memory | None = None
     ) -> tuple[jax.Array, None]:
-        """Applies the layer. The signature is that of a scan's body.
+        """Applies the layer. The signature is that of the body of `nn.scan`.
 
         Args:
-          x: ``[batch, q, d_model]``. In a decoder there may be ``batch · n`` rows, n for each row
-            of the memory.
+          x: ``[batch, q, d_model]``. In a decoder, `x` may have ``batch · n`` rows, which are n
+            rows for each row of the memory.
           mask: the mask of self-attention.
-          bias: the stack's position bias. It is used if self-attention has logits. () means no
-            bias.
-          memory: what the decoder attends to, or None in encoders.
+          bias: the stack's position bias, which is used only if self-attention has logits. () means
+            no bias.
+          memory: the memory to which the decoder attends, or None in encoders.
 
         Returns:
-          ``[batch, q, d_model]``, and None because a scan has nothing to stack.
+          ``[batch, q, d_model]``, and None because a scan has no outputs to stack.
         """
 
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
@@ -210,7 +211,8 @@ class Block(nn.Module):
                         "decoding. Pass a scalar position."
                     )
             else:
-                # Every row of tokens has a cache of its own, and therefore needs a row of the mask.
+                # Every row of tokens has its own cache, and therefore needs its own row of the
+                # mask.
                 mask = jax.tree.map(lambda a: _repeat_rows(a, batch), mask)
 
             def extend(mixer: Mixer, x: jax.Array) -> tuple[jax.Array, MixerCache]:
@@ -232,9 +234,9 @@ class Block(nn.Module):
         *,
         in_decoder: bool,
     ) -> jax.Array:
-        """Applies all sub-layers, given two functions that call self-attention and cross-attention.
+        """Applies all sub-layers, given functions that call self-attention and cross-attention.
 
-        `__call__` and `extend` differ only in these functions.
+        `__call__` and `extend` differ only in the two functions that they pass.
         """
         name = "self_attention" if in_decoder else "attention"
         x = tap(self, "self_input", constrain(x))
@@ -259,12 +261,12 @@ class Block(nn.Module):
         return x
 
     def _self_mixer(self, in_decoder: bool) -> Mixer:
-        """Returns the bound self mixer."""
+        """Returns the self mixer as a bound submodule."""
         name = "self_attention" if in_decoder else "attention"
         return self.self_mixer.copy(name=name, parent=self)
 
     def _cross_mixer(self, in_decoder: bool) -> Mixer:
-        """Returns the bound cross mixer."""
+        """Returns the cross mixer as a bound submodule."""
         if not in_decoder:
             raise ValueError("Block: a cross_mixer needs a memory, the output of the encoder.")
         assert self.cross_mixer is not None
@@ -297,8 +299,8 @@ def _share_memory(
 ) -> tuple[jax.Array, MixerCache]:
     """Calls a mixer with tokens ``[batch · n, q, d_model]`` and a memory of ``batch`` rows.
 
-    The memory is not repeated. Under `vmap` over n, the matrix products have n queries for the same
-    keys.
+    The memory is not repeated for the n rows. Under `vmap` over n, each matrix product multiplies n
+    times as many queries with the same keys.
     """
     count, rest = divmod(x.shape[0], batch)
     if rest:
@@ -309,7 +311,8 @@ def _share_memory(
     if count == 1:
         return attend(mixer, x)
 
-    # The mixer's cache has no axis of n: it is the same for all rows that share a memory.
+    # The mixer's cache has no axis for n, because all rows that share a memory also share the
+    # cache.
     lifted = nn.vmap(
         attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)
     )
@@ -318,7 +321,7 @@ def _share_memory(
 
 
 def _repeat_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Returns an array of a mask with `rows` rows, by repeating each of its rows."""
+    """Repeats each row of a mask's array equally often, so that the result has `rows` rows."""
     if not jnp.ndim(x) or x.shape[0] in (1, rows):
         return x
     return jnp.repeat(x, rows // x.shape[0], axis=0)

@@ -35,12 +35,12 @@ class Encoded(NamedTuple):
     """The outputs of an encoder for a batch of texts.
 
     Attributes:
-      hidden: ``[batch, length, d_model]`` states of the tokens.
-      pooled: ``[batch, d_model]`` one vector for each text.
+      hidden: ``[batch, length, d_model]`` the states of the tokens.
+      pooled: ``[batch, d_model]`` a vector for each text.
       outputs: ``[batch, outputs]`` float32, the logits of a classifier or the values of a
-        regressor. It is None if there is no such head.
-      token_logits: ``[batch, length, vocab]`` float32, the logits of a masked language model. It is
-        None if there is no such head.
+        regressor. None means that the model has no such head.
+      token_logits: ``[batch, length, vocab]`` float32, the logits of a masked language model. None
+        means that the model has no such head.
     """
 
     hidden: jax.Array
@@ -51,17 +51,20 @@ class Encoded(NamedTuple):
 
 @register
 class Encoder(TokenModel, kw_only=True):
-    """A model with one stack that reads a whole text; see `TokenModel` for more fields.
+    """A model with a single stack that reads a whole text.
+
+    See `TokenModel` for more fields.
 
     Attributes:
-      encoder: the stack.
+      encoder: the stack that reads the text.
       pooling: ``"mean"`` over the real tokens, or ``"first"`` for the first real token ([CLS]).
-      pooler: whether there is a dense layer with tanh after the pooling, as in BERT.
+      pooler: whether the model has a dense layer with tanh after the pooling, as in BERT.
       outputs: number of classes of a classifier, or number of values of a regressor. None means
-        that there is no such head.
-      masked_lm: whether there is BERT's head over the tokens. It consists of a dense layer, GELU, a
-        normalization, a product with the embedding (if `tied`) or with a projection, and a bias.
-      token_types: number of segment embeddings, 2 in BERT. 0 means none.
+        that the model has no such head.
+      masked_lm: whether the model has BERT's head over the tokens. This head consists of a dense
+        layer, GELU, a normalization, a product with the embedding (if `tied`) or with a projection,
+        and a bias.
+      token_types: number of segment embeddings. BERT has 2. 0 means no segment embeddings.
       tied: whether the head over the tokens uses the embedding as its projection.
       head_init: initializer of the heads' kernels.
     """
@@ -102,15 +105,18 @@ class Encoder(TokenModel, kw_only=True):
         """Reads a batch of texts.
 
         Args:
-          tokens: ``[batch, length]`` integers. Without a mask they may have padding on either side.
-          token_types: ``[batch, length]`` numbers of the segments. None means that all are 0.
-          mask: the mask of self-attention, for the tokens at their places in `tokens`. ``Mask()``
+          tokens: ``[batch, length]`` integers. If there is no mask, the tokens may have padding on
+            either side.
+          token_types: ``[batch, length]`` the segment numbers of the tokens. None means that all
+            segment numbers are 0.
+          mask: the mask of self-attention, for the tokens in the order of `tokens`. ``Mask()``
             means that all tokens are real. An array ``[batch, keys]`` is a tokenizer's attention
-            mask, which is nonzero for real tokens. A pattern of pairs must have four axes,
-            ``[batch or 1, heads or 1, q, keys]``. None means that the padding is masked.
+            mask, which is nonzero for real tokens. An array that masks pairs of queries and keys
+            must have four axes, ``[batch or 1, heads or 1, q, keys]``. None means that the padding
+            is masked.
 
         Raises:
-          ValueError: the array has another shape.
+          ValueError: the array in `mask` has another shape.
         """
         hidden, pooled = self._encode(tokens, token_types, mask)
         return Encoded(
@@ -124,8 +130,9 @@ class Encoder(TokenModel, kw_only=True):
     def token_features(self, tokens: jax.Array) -> jax.Array:
         """Returns the inputs ``[batch, length, d_model + 1]`` of the head over the tokens.
 
-        Their product with `token_projection` is the token logits. The last feature is 1, which adds
-        the bias. Losses use this to compute the logits in chunks.
+        The token logits are the product of these inputs and `token_projection`. The last feature is
+        1, so that the product includes the bias. Losses call this method to compute the logits in
+        chunks.
 
         Args:
           tokens: ``[batch, length]`` integers.
@@ -136,7 +143,7 @@ class Encoder(TokenModel, kw_only=True):
     def token_projection(self) -> jax.Array:
         """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``.
 
-        Its last row is the bias.
+        The last row of the projection is the bias.
         """
         return jnp.concatenate([self.output_kernel()[0], self.token_bias[None]])
 
@@ -160,21 +167,21 @@ class Encoder(TokenModel, kw_only=True):
         hidden = self.encoder(x, mask=mask)
         pooled = self.pool(hidden, mask)
         if order is not None:
-            # The inverse permutation returns the states to the places of their tokens.
+            # The inverse permutation moves the states back to the places of their tokens.
             hidden = take_positions(hidden, jnp.argsort(order, axis=1))
         return hidden, pooled
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the abstract arguments of `__call__` for one example, which has only inputs."""
+        """Returns the abstract arguments of `__call__` for an example, which has only inputs."""
         return super().example(inputs_length, targets_length)[:1]
 
     def pool(self, hidden: jax.Array, mask: MaskLike) -> jax.Array:
-        """Returns one vector for each text, ``[batch, d_model]``.
+        """Returns a vector for each text, ``[batch, d_model]``.
 
         Args:
-          hidden: ``[batch, length, d_model]`` states.
-          mask: says which tokens are keys, as in `__call__`. Only these are pooled. None means all
-            tokens.
+          hidden: ``[batch, length, d_model]`` the states of the tokens.
+          mask: the mask that says which tokens are keys, as in `__call__`. Only the states of keys
+            are pooled. None means that all states are pooled.
         """
         mask = token_mask(mask, batch=hidden.shape[0], length=hidden.shape[1]) or Mask()
         real = mask.keys(hidden.shape[1])  # [b or 1, k]
@@ -186,7 +193,7 @@ class Encoder(TokenModel, kw_only=True):
         else:
             real = real[..., None]
             total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d]
-            # The maximum avoids a division by zero for texts without any token.
+            # The maximum avoids a division by zero for texts without real tokens.
             pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled
 
@@ -197,5 +204,5 @@ class Encoder(TokenModel, kw_only=True):
         return output_product(x, kernel) + self.token_bias
 
     def _token_states(self, hidden: jax.Array) -> jax.Array:
-        """Returns the states that the token projection multiplies, ``[batch, length, d_model]``."""
+        """Returns the inputs of the token projection, ``[batch, length, d_model]``."""
         return self.token_norm(jax.nn.gelu(self.token_dense(hidden), approximate=False))

@@ -31,7 +31,7 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class EncoderDecoder(TextToText, kw_only=True):
-    """A model with two stacks over one vocabulary (Raffel et al. 2020).
+    """A model with two stacks that share a vocabulary (Raffel et al. 2020).
 
     See `TokenModel` for more fields.
 
@@ -39,11 +39,12 @@ class EncoderDecoder(TextToText, kw_only=True):
       encoder: the encoder's stack.
       decoder: the decoder's stack. Its blocks have a `cross_mixer`.
       positions: a module that adds position vectors to the embeddings of both stacks. The stacks
-        share its parameters, as in Mesh-TensorFlow. In contrast, the `positions` of a stack belong
-        to that stack.
-      encoder_d_model: width of the encoder if it has an embedding of its own (T5Gemma). None means
-        that both stacks share one embedding of width `d_model`.
-      encoder_embedding_scale: factor of the vectors from the encoder's own embedding.
+        share the parameters of this module, as in Mesh-TensorFlow. In contrast, the field
+        `positions` of a `Stack` is used only by that stack.
+      encoder_d_model: width of the encoder if the encoder has its own embedding (T5Gemma). None
+        means that both stacks share an embedding of width `d_model`.
+      encoder_embedding_scale: factor of the vectors from the encoder's embedding, if the encoder
+        has its own embedding.
     """
 
     encoder: Stack
@@ -53,7 +54,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     encoder_embedding_scale: float = 1.0
 
     def setup(self) -> None:
-        """Creates the embeddings and, unless tied, the output projection."""
+        """Creates the embeddings, and the output projection if it is not tied."""
         super().setup()
         if self.encoder_d_model is not None:
             init = with_axes(self.embedding_init, "vocab", "embed")
@@ -75,26 +76,28 @@ class EncoderDecoder(TextToText, kw_only=True):
     ) -> jax.Array:
         """Returns the logits of every next token of the targets; see `TextToText`.
 
-        The decoder attends to the tokens that are keys according to `Mask.key_lengths`,
-        `Mask.key_valid` or an array ``[batch, keys]``. If the mask is a pattern of pairs, it
+        `Mask.key_lengths`, `Mask.key_valid` or an array ``[batch, keys]`` determines the tokens to
+        which the decoder attends. If the mask only restricts pairs of queries and keys, the decoder
         attends to all tokens.
 
         Args:
-          encoder_tokens: ``[batch, k]`` integers. Without a mask they may have padding on either
-            side.
+          encoder_tokens: ``[batch, k]`` integers. If there is no mask, the tokens may have padding
+            on either side.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
-          rows: which rows are packed. None means that no row is packed.
-          mask: the mask of the encoder, for the tokens at their places in `encoder_tokens`.
-            ``Mask()`` means that all tokens are real. An array ``[batch, keys]`` is a tokenizer's
-            attention mask, which is nonzero for real tokens. A pattern of pairs must have four
-            axes, ``[batch or 1, heads or 1, q, keys]``. None means that the padding is masked.
+          rows: the segment numbers of packed rows. None means that no row is packed.
+          mask: the mask of the encoder, for the tokens in the order of `encoder_tokens`. ``Mask()``
+            means that all tokens are real. An array ``[batch, keys]`` is a tokenizer's attention
+            mask, which is nonzero for real tokens. An array that masks pairs of queries and keys
+            must have four axes, ``[batch or 1, heads or 1, q, keys]``. None means that the padding
+            is masked.
 
         Returns:
           ``[batch, q, vocab]`` float32.
 
         Raises:
-          ValueError: there is a mask although the rows are packed, whose segments already say which
-            tokens are visible. Or an array has another shape.
+          ValueError: the rows are packed and a mask is given, although the segments already say
+            which tokens are visible. The error is also raised if an array in `mask` has another
+            shape.
         """
         return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows, mask=mask))
 
@@ -123,7 +126,7 @@ class EncoderDecoder(TextToText, kw_only=True):
             inputs, targets = rows.segments
             mask = packed(inputs)
             decoder_mask = packed(targets, causal=True)
-            # A segment of the targets attends to the inputs with the same segment number.
+            # A segment of the targets attends to the segment of the inputs with the same number.
             cross = packed(inputs, targets)
         encoded = tap(self, "encoded", self.encode(encoder_tokens, mask=mask))
         memory = Memory(encoded, cross)
@@ -133,7 +136,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
         """Returns the states of teacher-forced targets; see `TextToText`.
 
-        The memory's mask may also be an array, which is read as in `__call__`.
+        The mask in `memory` may also be an array, which has the same meaning as in `__call__`.
         """
         memory = Memory(memory.encoded, self._token_mask(memory.encoded, memory.mask) or Mask())
         return self._decode(tokens, memory, Mask(causal=True))
@@ -141,7 +144,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     def _decode(
         self, tokens: jax.Array, memory: Memory, mask: Mask, *, counted: jax.Array | None = None
     ) -> jax.Array:
-        """Does the work of `decode`, with the mask of self-attention and `Rows.counted`."""
+        """Returns the states of teacher-forced targets, given a mask for self-attention."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens, self.ids.padding)
         return self.decoder(
@@ -154,7 +157,7 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     @on_any_mesh
     def encode_inputs(self, tokens: jax.Array, *, mask: MaskLike = None) -> Memory:
-        """Returns the memory to which `decode` attends, from encoder tokens ``[batch, k]``.
+        """Encodes tokens ``[batch, k]``, and returns the memory to which `decode` attends.
 
         See `__call__` for the mask.
         """
@@ -165,7 +168,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     def encode(self, tokens: jax.Array, *, mask: MaskLike = None) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``.
 
-        If a mask is given (see `__call__`), the states are at the places of their tokens. Otherwise
+        If a mask is given (see `__call__`), the states are in the order of the tokens. Otherwise,
         the states of the real tokens come first in each row.
         """
         mask = self._token_mask(tokens, mask)
@@ -209,7 +212,7 @@ class EncoderDecoder(TextToText, kw_only=True):
         return token_mask(mask, batch=tokens.shape[0], length=tokens.shape[1])
 
     def _memory_mask(self, tokens: jax.Array, mask: Mask | None) -> Mask:
-        """Returns the mask of attention to encoder tokens ``[batch, k]``, from their own mask."""
+        """Converts the encoder's mask to the mask of cross-attention to tokens ``[batch, k]``."""
         if mask is None:
             return Mask(key_lengths=num_real_tokens(tokens, self.ids.padding))
         return Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid)

@@ -1,4 +1,4 @@
-"""Decoder-only language models, which are causal or have a prefix that sees all of itself."""
+"""Decoder-only language models, either causal or with a bidirectional prefix."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from synthesizer_jax.primitives.mesh import on_any_mesh
 
 @register
 class LanguageModel(TextToText, kw_only=True):
-    """A model with one stack over one row of text; see `TokenModel` for more fields.
+    """A model with a single stack that reads the inputs and the targets in one row.
 
-    It has the methods of `EncoderDecoder`, so the same tasks can train it and the same decoding
-    functions work. Each row holds the inputs and then the targets, which start directly after the
-    last real input token. If there are no inputs, ``[batch, 0]``, the rows of targets may be
-    packed.
+    See `TokenModel` for more fields.
+
+    A `LanguageModel` has the same methods as an `EncoderDecoder`, so it can be trained on the same
+    tasks and decoded by the same functions. Each row holds the inputs and then the targets, which
+    start directly after the last real input token. If the inputs are empty, ``[batch, 0]``, the
+    rows of targets may be packed.
 
     Attributes:
-      decoder: the stack. Its blocks have no `cross_mixer`.
+      decoder: the stack, whose blocks have no `cross_mixer`.
       prefix: whether all inputs see each other, as in the prefix language model of Raffel et al.
-        2020, figure 4. If it is False, the model is causal everywhere.
+        2020, figure 4. False means that the inputs are causal too.
     """
 
     decoder: Stack
@@ -46,12 +48,12 @@ class LanguageModel(TextToText, kw_only=True):
         """Returns the states of the targets; see `TextToText`.
 
         Raises:
-          ValueError: packed rows have inputs.
+          ValueError: the rows are packed, but have inputs.
         """
         rows = rows or Rows()
         counted = rows.counted
 
-        # Without inputs, the rows of targets may be packed.
+        # If there are no inputs, the rows of targets may be packed.
         if not encoder_tokens.shape[1]:
             mask = Mask(causal=True)
             if rows.segments is not None:
@@ -68,12 +70,13 @@ class LanguageModel(TextToText, kw_only=True):
                 "targets only with data.inputs_length=0."
             )
 
-        # Otherwise, each row holds the inputs and then the targets, [b, k + q].
+        # If there are inputs, each row holds the inputs and then the targets, [b, k + q].
         inputs = num_real_tokens(encoder_tokens, self.ids.padding)
         tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
         row = _concatenate_rows(tokens, decoder_tokens, inputs)
 
-        # The inputs count too: modules average their additions to the loss over all that they read.
+        # The inputs count too, because modules average their additions to the loss over all tokens
+        # that they read.
         if counted is None:
             counted = real_targets_mask(decoder_tokens, self.ids.padding)
         counted = (
@@ -81,7 +84,7 @@ class LanguageModel(TextToText, kw_only=True):
         )
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
 
-        # The states of the targets begin after the inputs, [b, q, d].
+        # The states of the targets, [b, q, d], begin after the states of the inputs.
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
         return jnp.take_along_axis(x, index[..., None], axis=1)
 
@@ -91,7 +94,7 @@ class LanguageModel(TextToText, kw_only=True):
         return Mask(causal=True, prefix_lengths=prefix, key_lengths=key_lengths)
 
     def encode_inputs(self, tokens: jax.Array) -> jax.Array:
-        """Returns what `decode` needs from input tokens ``[batch, k]``: the tokens themselves."""
+        """Returns the input tokens ``[batch, k]`` unchanged, because `decode` reads tokens."""
         return tokens
 
     @on_any_mesh
@@ -108,10 +111,10 @@ class LanguageModel(TextToText, kw_only=True):
         return self._read(tokens, self._mask(inputs, key_lengths=inputs), max_length=max_length)
 
     def _read(self, tokens: jax.Array, mask: Mask, *, max_length: int) -> DecodingCache:
-        """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more."""
+        """Returns the cache after tokens ``[batch, k]``, with room for `max_length` more tokens."""
         x = self.embed(tokens)
         length = tokens.shape[1] + max_length
-        # A prefix must stay visible to all later tokens, so a cache of a window is not enough.
+        # A prefix must stay visible to all later tokens, so the cache must keep more than a window.
         layers = self.decoder.init_cache(x, max_length=length, whole=self.prefix)
         if tokens.shape[1]:
             _, layers = self.decoder.extend(x, layers, mask=mask)
@@ -121,19 +124,19 @@ class LanguageModel(TextToText, kw_only=True):
     def begin_targets(
         self, targets: jax.Array, *, max_length: int
     ) -> tuple[jax.Array, DecodingCache]:
-        """Reads the beginning of targets without inputs, for example a text to be continued.
+        """Reads the beginning of targets without inputs, for example a text to continue.
 
         Args:
           targets: ``[batch, k]`` integers, with padding on either side.
           max_length: number of further positions that `extend` may reach.
 
         Returns:
-          The tokens ``[batch]`` that `extend` reads next, and the cache before them. The next token
-          is the last one of a row, or the decoder's first input if the row is empty.
+          The tokens ``[batch]`` that `extend` reads next, and the cache before these tokens. The
+          next token is the last token of a row, or the decoder's first input if the row is empty.
         """
         count = num_real_tokens(targets, self.ids.padding)
         tokens, _ = move_token_padding_last(targets, self.ids.padding)
-        # Like the inputs of training: the start token, then the targets.
+        # As in training, the tokens are the start token followed by the targets.
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.ids.start)
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
         mask = Mask(causal=True, key_lengths=count)
@@ -148,9 +151,9 @@ class LanguageModel(TextToText, kw_only=True):
 
 
 def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
-    """Joins inputs and targets in one row, ``[batch, k + q]``.
+    """Joins the inputs and targets of each example in one row, ``[batch, k + q]``.
 
-    Each row holds its real inputs, then the targets, then zeros.
+    Each row holds the real inputs, then the targets, then zeros.
 
     Args:
       inputs: ``[batch, k]``, with padding at the end.
@@ -160,7 +163,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
     # The targets are padded by k on both sides, so that they can be shifted by up to k positions.
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
-    # The targets, `count` positions to the right of the row's beginning, [b, k + q].
+    # `shifted` holds the targets, shifted to the right by `count` positions, [b, k + q].
     shifted = jnp.take_along_axis(rows, position - count[:, None] + inputs.shape[1], axis=1)
     padded = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
     return jnp.where(position < count[:, None], padded, shifted)

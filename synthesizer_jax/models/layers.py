@@ -1,4 +1,4 @@
-"""The layers of a T5 that are not attention: feed-forward, dropout and position embeddings."""
+"""The layers of a T5 except attention: feed-forward layers, dropout and position embeddings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ Activation: TypeAlias = Annotated[str, Choices(tuple(ACTIVATIONS))]
 
 
 class Dropout(nn.Module):
-    """Dropout of whole features, or of single elements.
+    """Dropout of whole features or of single elements.
 
-    As in T5X, all positions of an example share one draw for each feature. With `elementwise`,
-    every position has its own draw. Dropout is active if the random stream ``dropout`` is given.
+    As in T5X, all positions of an example share one random draw for each feature. If `elementwise`
+    is True, every position has its own draw. Dropout is active if the random stream ``dropout`` is
+    given.
 
     Attributes:
       rate: probability of dropping a feature or an element.
-      elementwise: whether every position has its own draw.
+      elementwise: whether every position has its own random draw.
     """
 
     rate: float
@@ -48,7 +49,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def factor(self, x: jax.Array) -> jax.Array | float:
-        """Draws the factor by which ``[batch, length, d]`` is multiplied.
+        """Draws the factor by which dropout multiplies ``[batch, length, d]``.
 
         Only the shape and the dtype of `x` are read. The factor is 1.0 if nothing is dropped.
         """
@@ -56,10 +57,10 @@ class Dropout(nn.Module):
             return 1.0
 
         key = self.make_rng("dropout")
-        probability = 1.0 - self.rate  # of keeping a feature or an element
+        probability = 1.0 - self.rate  # the probability of keeping a feature or an element
         if self.elementwise:
-            # Most of the time goes into drawing random bits. Each draw of 32 bits is therefore
-            # split into two numbers of 16 bits, which decide about two positions.
+            # Drawing random bits takes most of the time. Each draw of 32 bits is therefore split
+            # into two numbers of 16 bits, which are used for two positions.
             threshold = max(1, round(probability * 2**16))
             shape = (x.shape[0], (x.shape[1] + 1) // 2, x.shape[2])
             bits = jax.random.bits(key, shape)
@@ -73,16 +74,16 @@ class Dropout(nn.Module):
 
 @register
 class FeedForward(nn.Module):
-    """T5's position-wise layer, ``(act₀(x W₀) ∘ act₁(x W₁) …) W_o``.
+    """T5's feed-forward layer, ``(act₀(x W₀) ∘ act₁(x W₁) …) W_o``, applied to each position.
 
     Attributes:
       hidden_dim: width of the hidden layer.
-      activations: one name of `ACTIVATIONS` for each input matrix. T5 1.0 uses ``("relu",)``. T5
-        1.1 uses the gated GELU ``("gelu", "linear")`` (Shazeer 2020).
-      dropout_rate: dropout of hidden features.
+      activations: names from `ACTIVATIONS`, one for each input matrix. T5 1.0 uses ``("relu",)``.
+        T5 1.1 uses the gated GELU ``("gelu", "linear")`` (Shazeer 2020).
+      dropout_rate: probability of dropping a hidden feature.
       elementwise_dropout: whether every position has its own draw, instead of one draw for all
         positions; see `Dropout`.
-      use_bias: whether all matrices have a bias, as in BERT. T5 has none.
+      use_bias: whether all matrices have a bias, as in BERT. T5 has no biases.
       kernel_init: initializer of all kernels.
     """
 
@@ -100,7 +101,8 @@ class FeedForward(nn.Module):
             dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
         )
 
-        # T5X's names: a single input matrix has no number.
+        # The names are the same as in T5X. If there is only one input matrix, its name has no
+        # number.
         names = ["wi"]
         if len(self.activations) > 1:
             names = [f"wi_{i}" for i in range(len(self.activations))]
@@ -108,7 +110,7 @@ class FeedForward(nn.Module):
         dropout = Dropout(self.dropout_rate, self.elementwise_dropout, name="dropout")
         factor = dropout.factor(inputs[0])
 
-        # Recomputing the activations is cheaper than keeping their residuals.
+        # Recomputing the activations in the backward pass is cheaper than storing their residuals.
         @jax.checkpoint
         def activate(*inputs: jax.Array) -> jax.Array:
             """Multiplies the activated inputs, and applies dropout."""
@@ -121,7 +123,7 @@ class FeedForward(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """The base of modules that give a vector for every absolute position.
+    """The base class of modules that return a vector for every absolute position.
 
     The vectors are added to the embedded tokens. A subclass with a limited number of positions has
     a field `max_length`.
@@ -134,7 +136,7 @@ class PositionEmbedding(nn.Module):
 
 @register
 class LearnedPositions(PositionEmbedding):
-    """A learned vector for every absolute position, ``embedding [max_length, d_model]``.
+    """Learned vectors for all absolute positions, ``embedding [max_length, d_model]``.
 
     Attributes:
       max_length: number of positions.
@@ -148,7 +150,7 @@ class LearnedPositions(PositionEmbedding):
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
         """Returns vectors ``[..., d_model]`` for integer positions ``[...]``.
 
-        If the positions are traced, the vectors of positions past the end are NaN.
+        If the positions are traced, the vectors of positions from `max_length` on are NaN.
 
         Raises:
           ValueError: a known position is not less than `max_length`.
@@ -168,13 +170,14 @@ class LearnedPositions(PositionEmbedding):
 
 @register
 class SinusoidalPositions(PositionEmbedding):
-    """Fixed sines and cosines of the position, without parameters.
+    """Fixed position vectors of sines and cosines, without parameters.
 
-    Vaswani et al. 2017, section 3.5.
+    Sinusoidal positions are described by Vaswani et al. 2017, section 3.5.
 
     Attributes:
       endpoint: whether the slowest rate is exactly 1/10,000, as in Tensor2Tensor and in the code of
-        You et al. 2020. Otherwise it is 10,000^(−(d − 2)/d), as in the paper's formula.
+        You et al. 2020. Otherwise, the slowest rate is 10,000^(−(d − 2)/d), as in the paper's
+        formula.
     """
 
     endpoint: bool = False
@@ -183,7 +186,7 @@ class SinusoidalPositions(PositionEmbedding):
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
         """Returns vectors ``[..., d_model]`` for integer positions ``[...]``.
 
-        The first half of a vector holds the sines, the second half the cosines.
+        The first half of a vector holds the sines, and the second half holds the cosines.
         """
         positions = jnp.asarray(positions)
         last = d_model - 2 if self.endpoint else d_model

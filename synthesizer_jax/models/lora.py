@@ -12,9 +12,9 @@ from synthesizer_jax.primitives.parameters import check_path_pattern
 @register
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Selects the kernels that are trained by low-rank updates, and the size of the updates.
+    """Selects the kernels that are trained by low-rank updates, and sets the rank of the updates.
 
-    The formula is in the docstring of `models.adapters`.
+    See the docstring of `models.adapters` for the formula.
 
     Attributes:
       rank: the rank of the updates.
@@ -22,8 +22,8 @@ class LoRA:
       targets: a regular expression that must match the whole path of a kernel. Paths have the form
         of looped layers (``encoder/layers_0/...``), even if the model scans its layers. The default
         matches the query and value projections of attention.
-      base_checksum: the checksum of the base, the checkpoint in `Experiment.init_from`. A run sets
-        it, so that the adapters are never applied to another base.
+      base_checksum: the checksum of the base, which is the checkpoint in `Experiment.init_from`. A
+        run sets the checksum, so that the adapters are never applied to another base.
     """
 
     rank: Count = 8

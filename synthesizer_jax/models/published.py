@@ -1,7 +1,7 @@
-"""Models of papers that are not T5s.
+"""Models from papers about other architectures than T5.
 
-These are hard-coded attention, BERT with any head size, Linformer, and feed-forward networks that
-replace attention.
+The module defines models with hard-coded attention, BERT with any head size, Linformer, and models
+in which feed-forward networks replace attention.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from synthesizer_jax.primitives.norms import LayerNorm
 
 RATIO_WMT = 1.02305
 RATIO_IWSLT = 1.03606
-"""Source words per target word of WMT and IWSLT 2016, English to German.
+"""The number of source words per target word in WMT and IWSLT 2016, English to German.
 
-The numbers are from the code of You et al. 2020.
+The ratios are from the code of You et al. 2020.
 """
 
 
@@ -42,21 +42,23 @@ def hard_coded(
 ) -> EncoderDecoder:
     """Returns the Transformer of You et al. 2020.
 
-    It is post-norm, uses sinusoidal positions, and has one embedding for both stacks and the
+    The model is post-norm, uses sinusoidal positions, and has one embedding for both stacks and the
     output. As in the released code, dropout acts on the elements of embeddings and of sub-layers'
     outputs. The matrices start from Xavier's uniform distribution.
 
     Args:
-      variant: ``base`` has dot products everywhere. ``hc_sa`` has hard-coded self-attention.
-        ``hc_all`` also has hard-coded cross-attention. ``sh_x`` has hard-coded self-attention, and
-        its only cross-attention is one learned head of full width in the last decoder layer.
+      variant: the kind of attention. ``base`` has dot products everywhere. ``hc_sa`` has hard-coded
+        self-attention. ``hc_all`` has hard-coded self-attention and cross-attention. ``sh_x`` has
+        hard-coded self-attention and a single cross-attention head of full width, which is learned
+        and in the last decoder layer.
       d_model: width of the model.
       layers: number of layers of each stack.
       heads: number of heads.
       d_ff: width of the feed-forward layers.
       ratio: source words per target word, for hard-coded cross-attention.
-      prefix: number of source tokens before the sentence, such as those of "translate English to
-        German:". Hard-coded cross-attention skips them. The paper's texts have none.
+      prefix: number of source tokens before the sentence, such as the tokens of "translate English
+        to German:". Hard-coded cross-attention skips these tokens. The paper's texts have no such
+        prefix.
       dropout_rate: probability of dropping an element.
     """
     init = GlorotUniform()
@@ -68,7 +70,7 @@ def hard_coded(
     dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": True}
 
     def stack(mixer: Mixer, cross: Mixer | None, first: int = 0) -> Stack:
-        """Returns a stack whose layers have the cross mixer, except the first `first` layers."""
+        """Returns a stack whose layers have a cross mixer, except in the first `first` layers."""
         block = Block(
             mixer,
             FeedForward(d_ff, ("relu",), use_bias=True, kernel_init=init),
@@ -87,13 +89,14 @@ def hard_coded(
             drop_output=False,
         )
 
-    # The mixers of self-attention.
+    # Self-attention is hard-coded in all variants except ``base``.
     encoder_mixer = attention(alignment=Gaussian((-1, 1)))
     decoder_mixer = attention(alignment=Gaussian((-1, 0)))
     if variant == "base":
         encoder_mixer = decoder_mixer = learned
 
-    # The mixer of cross-attention, and the number of layers that have none.
+    # `cross` is the mixer of cross-attention, and the first `first` layers of the decoder have no
+    # cross-attention.
     cross, first = {
         "base": (learned, 0),
         "hc_sa": (learned, 0),
@@ -123,14 +126,15 @@ def bert(
 ) -> Encoder:
     """Returns BERT with any head size, including its pooler and its masked language model head.
 
-    Bhojanapalli et al. 2020, section 4. All kernels and embeddings start with a standard deviation
-    of 0.02, as in BERT.
+    The model is from Bhojanapalli et al. 2020, section 4. All kernels and embeddings are
+    initialized with a standard deviation of 0.02, as in BERT.
 
     Args:
-      d_model: width of the model. Feed-forward layers have a width of 3,072 if it is 768, and 4,096
-        otherwise. These widths give the published parameter counts.
-      heads: number of heads. It does not have to divide d_model.
-      head_dim: width of a head, d_p in the paper.
+      d_model: width of the model. Feed-forward layers have a width of 3,072 if `d_model` is 768,
+        and of 4,096 otherwise. With these widths, the parameter counts are the same as the
+        published ones.
+      heads: number of heads. `d_model` does not have to be divisible by the number of heads.
+      head_dim: width of a head, which the paper calls d_p.
       layers: number of layers.
       mixer: a mixer to use instead of attention.
       dropout_rate: the rate of all dropouts. BERT is trained with 0.1.
@@ -178,10 +182,12 @@ def bert(
 def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
     """Returns a small Transformer for 50 tokens whose encoder has no attention (Bozic et al. 2023).
 
-    It is pre-norm, with d 128, 6 + 6 layers, 8 heads of 16, and feed-forward layers of 512.
+    The model is pre-norm, with a width of 128, 6 + 6 layers, 8 heads of width 16, and feed-forward
+    layers of width 512.
 
     Args:
-      kind: ``alr``, ``alsr``, ``alrr`` or ``elr``; see `SentenceFeedForward`.
+      kind: the kind of replacement: ``alr``, ``alsr``, ``alrr`` or ``elr``; see
+        `SentenceFeedForward`.
       hidden_dim: width of the hidden layer of the network that replaces attention.
     """
     feed_forward = FeedForward(512, ("relu",), use_bias=True)
@@ -216,7 +222,7 @@ def attention_replaced(kind: str, hidden_dim: int) -> EncoderDecoder:
 def linformer_base() -> Encoder:
     """Returns a BERT-base with Linformer's attention (Wang et al. 2020).
 
-    Keys and values are projected to 256 positions.
+    The keys and values are projected to 256 positions.
     """
     mixer = Linformer(12, 64, max_length=512, projected_length=256)
     return bert(768, 12, 64, layers=12, mixer=mixer)
@@ -236,7 +242,7 @@ FIXED_HEADS = (
     *((768, heads, 128) for heads in (8, 12, 16, 20)),
     *((1024, heads, 1024 // heads) for heads in (8, 32)),
 )
-"""Width, number of heads and head size of the models that Bhojanapalli et al. published."""
+"""The width, the number of heads and the head size of the models of Bhojanapalli et al."""
 
 PUBLISHED: dict[str, Callable[[], TokenModel]] = {
     **{
@@ -254,9 +260,9 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         f"{kind}_{size}": partial(attention_replaced, kind, hidden)
         for kind, sizes in {
             **dict.fromkeys(("alr", "alrr", "elr"), _WIDTHS),
-            "alsr": {"xs": 200, "s": 400, "m": 800, "l": 1600},  # the paper has no larger size
+            "alsr": {"xs": 200, "s": 400, "m": 800, "l": 1600},  # the paper has no size xl for ALSR
         }.items()
         for size, hidden in sizes.items()
     },
 }
-"""Named models. Call an entry to get the configured module."""
+"""The named models of this module. Call an entry to get the configured model."""

@@ -1,4 +1,4 @@
-"""A stack of layers, computed as a loop or as a scan, with or without rematerialization."""
+"""A stack of layers, which runs as a loop or as a scan, with or without rematerialization."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from synthesizer_jax.primitives.norms import RMSNorm
 from synthesizer_jax.primitives.parameters import Variables
 
 Positions: TypeAlias = jax.Array | np.ndarray
-"""In-sequence positions ``[batch or 1, q]``, a NumPy array if they are known, otherwise traced."""
+"""In-sequence positions ``[batch or 1, q]``, which are a NumPy array if the values are known."""
 
 _policies = jax.checkpoint_policies
 _attention = _policies.save_only_these_names(CHECKPOINT_NAME)
@@ -37,11 +37,11 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
         _policies.checkpoint_dots_with_no_batch_dims, _attention
     ),
 }
-"""What a rematerialized layer saves for the backward pass.
+"""The policies that say what a rematerialized layer saves for the backward pass.
 
 ``full`` saves nothing. ``dots`` saves the results of all matrix products.
-``dots_with_no_batch_dims`` saves only those of products with parameters. The latter two also save
-the results of fused attention.
+``dots_with_no_batch_dims`` saves only the results of matrix products with parameters. ``dots`` and
+``dots_with_no_batch_dims`` also save the results of fused attention.
 """
 Remat: TypeAlias = Annotated[str, Choices(tuple(REMAT_POLICIES))]
 
@@ -65,21 +65,25 @@ class Stack(nn.Module):
     """A sequence of layers, from embedded tokens to normalized hidden states.
 
     Attributes:
-      runs: the layers. Most models have one run. Several runs make a stack whose layers differ.
-      bias: one position bias for all layers whose self-attention has logits, such as
+      runs: the layers of the stack. Most models have one run. A stack whose layers differ has
+        several runs.
+      bias: a position bias that is shared by all layers whose self-attention has logits, such as
         `RelativeBias`.
       positions: a module ``(positions, d_model) -> vectors`` whose vectors are added to the
         embeddings, such as `LearnedPositions`.
-      input_norm: a normalization of the embeddings (BERT).
-      norm: the normalization of the output. It is None in post-norm models, because their last
-        layer ends with one.
-      dropout_rate: dropout of the embeddings and, if `drop_output` is True, of the output.
-      scan: whether each run of several layers is one `nn.scan` with stacked parameters. The compile
-        time then does not grow with the number of layers.
-      remat: a name of `REMAT_POLICIES`, to recompute layers in the backward pass, or None.
-      elementwise_dropout: whether every position has its own draw, instead of one draw for all
-        positions; see `Dropout`.
-      drop_output: whether dropout is applied to the output. You et al. 2020 do not.
+      input_norm: a normalization of the embeddings, as in BERT.
+      norm: the normalization of the output. Post-norm models use None, because their last layer
+        ends with a normalization.
+      dropout_rate: probability of dropping a feature of the embeddings and, if `drop_output` is
+        True, of the output.
+      scan: whether each run of several layers is one `nn.scan` with stacked parameters. With a
+        scan, the compile time does not grow with the number of layers.
+      remat: a name from `REMAT_POLICIES`, to recompute layers in the backward pass. None means that
+        layers are not recomputed.
+      elementwise_dropout: whether every position has its own random draw, instead of one draw for
+        all positions; see `Dropout`.
+      drop_output: whether dropout is applied to the output. You et al. 2020 do not apply dropout to
+        the output.
     """
 
     runs: Annotated[tuple[Run, ...], NotEmpty()]
@@ -95,7 +99,7 @@ class Stack(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """The number of layers over all runs."""
+        """The number of layers in all runs together."""
         return sum(run.repeats for run in self.runs)
 
     def __call__(
@@ -111,12 +115,13 @@ class Stack(nn.Module):
 
         Args:
           x: ``[batch, q, d_model]`` embeddings.
-          mask: the mask of self-attention. Arrays are read as in layers: two axes mean ``[q, k]``;
+          mask: the mask of self-attention. An array with two axes means ``[q, k]``, as in layers;
             see `Mask.of`.
-          memory: what a decoder attends to.
-          counted: ``[batch, q]`` bool, the positions over which modules average their additions to
-            a training loss. None means the positions that are real according to the mask.
-          shared_positions: a bound module like `positions` that several stacks share.
+          memory: the memory to which a decoder attends.
+          counted: ``[batch, q]`` bool, which says over which positions modules average their
+            additions to a training loss. None means the positions that are real according to the
+            mask.
+          shared_positions: a bound position module that several stacks share; see `positions`.
 
         Returns:
           ``[batch, q, d_model]``.
@@ -155,11 +160,11 @@ class Stack(nn.Module):
         """Returns the caches of all layers, which hold only the keys and values of the memory.
 
         Args:
-          x: ``[batch, any, d_model]``. Only the shape and the dtype are read.
-          memory: what a decoder attends to.
-          max_length: number of positions that `extend` may reach.
-          whole: see `Mixer.init_cache`. If the stack has a bias, all positions are kept in any
-            case, because the bias is for all positions.
+          x: ``[batch, any, d_model]``. The method reads only the shape and the dtype of `x`.
+          memory: the memory to which a decoder attends.
+          max_length: the largest number of positions that `extend` can fill.
+          whole: see `Mixer.init_cache`. If the stack has a bias, all positions are always kept,
+            because the bias is for all positions.
           shared_positions: as in `__call__`.
 
         Raises:
@@ -188,10 +193,10 @@ class Stack(nn.Module):
         memory_mask: MaskLike = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Applies all layers to the tokens after those in the caches; see `Mixer.extend`.
+        """Applies all layers to the tokens that follow those in the caches; see `Mixer.extend`.
 
         Args:
-          x: ``[batch · n, q, d_model]`` embeddings, n rows for each row of the memory.
+          x: ``[batch · n, q, d_model]`` embeddings, with n rows for each row of the memory.
           caches: the caches from `init_cache` or from the previous step.
           mask: the mask of self-attention.
           memory_mask: the mask of cross-attention, with ``batch`` rows.
@@ -232,7 +237,7 @@ class Stack(nn.Module):
             x, layers, positions, shared_positions, num_keys=num_keys, position=position
         )
         if order is not None:
-            # The inverse permutation returns the states to the places of their tokens.
+            # The inverse permutation moves the states back to the places of their tokens.
             x = take_positions(x, jnp.argsort(order, axis=1))
         return x, tuple(extended)
 
@@ -247,7 +252,7 @@ class Stack(nn.Module):
         num_keys: int,
         position: int | jax.Array = 0,
     ) -> jax.Array:
-        """Applies ``layers(x, bias)`` to embeddings, and everything that comes before and after."""
+        """Applies ``layers(x, bias)`` to embeddings, with positions, norms and dropout."""
         check_fields(self, type(self).__name__)
         if self.positions is not None:
             embedder = self.positions.copy(name="position_embedder", parent=self)
@@ -264,7 +269,7 @@ class Stack(nn.Module):
         return Dropout(rate, self.elementwise_dropout, name="output_dropout")(x)
 
     def _blocks(self) -> list[Block]:
-        """Returns the bound blocks of all layers."""
+        """Returns the blocks of all layers as bound submodules."""
         if self.scan:
             raise ValueError(
                 "Stack: scanned layers cannot decode. Build the model with scan=False, or convert "
@@ -286,7 +291,7 @@ class Stack(nn.Module):
     ) -> jax.Array:
         """Applies ``layer(x, index)`` for every layer.
 
-        `UniversalStack` overrides this method. It is the only stack that reads `positions` and
+        `UniversalStack` overrides this method. Only a `UniversalStack` reads `positions` and
         `counted`.
         """
         for index in range(self.num_layers):
@@ -299,7 +304,7 @@ class Stack(nn.Module):
         """Applies the layers of every run in a scan."""
         stacked = "params", "constants", "intermediates", LOGITS, LOSSES, TAPS, OVERRIDES
         for index, run in enumerate(self.runs):
-            # Each layer has its own slice of every collection, along a new first axis.
+            # Each layer has its own slice of every collection, along an additional first axis.
             scanned = nn.scan(
                 self._block_type(),
                 variable_axes=dict.fromkeys(stacked, 0),
@@ -333,7 +338,8 @@ class Stack(nn.Module):
         """Returns the class `Block`, with rematerialization if `remat` is set."""
         if self.remat is None:
             return Block
-        # A scan already keeps XLA from merging the recomputation with the forward pass.
+        # In a scan, XLA cannot merge the recomputation with the forward pass, so `prevent_cse` is
+        # only needed in a loop.
         rematerialized: type[Block] = nn.remat(
             Block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.scan
         )
@@ -343,8 +349,8 @@ class Stack(nn.Module):
 def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Positions:
     """Returns the positions ``[batch or 1, q]`` of q tokens, as a NumPy array if they are known.
 
-    In packed rows the positions start again in every segment. In other rows they count up from
-    `position`.
+    In packed rows, the positions start again in every segment. In rows that are not packed, the
+    positions count up from `position`.
     """
     segments = None if mask is None else mask.key_segments
     if segments is not None:
@@ -355,7 +361,7 @@ def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Po
 
 
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
-    """Returns the number of key positions in the caches of self-attention, or None for no limit."""
+    """Returns the number of key positions in self-attention's caches, or None for no limit."""
     self_caches = [cache.self_attention for cache in caches]
     return max(
         (c.capacity for c in self_caches if isinstance(c, Cache) and not c.window), default=None
@@ -367,7 +373,7 @@ def unstack_layers(stack: Stack, variables: Variables) -> Variables:
 
     Args:
       stack: the stack's configuration.
-      variables: one collection, ``{"run_0": ..., "final_norm": ...}``.
+      variables: the variables of one collection, ``{"run_0": ..., "final_norm": ...}``.
     """
     result = {name: tree for name, tree in variables.items() if not name.startswith("run_")}
     for run, names in _layers_of_runs(stack):
@@ -381,7 +387,7 @@ def unstack_layers(stack: Stack, variables: Variables) -> Variables:
 def stack_layers(stack: Stack, variables: Variables) -> Variables:
     """Converts variables of a looped stack to the layout of the scanned stack.
 
-    It is the inverse of `unstack_layers`, and has the same arguments.
+    This function is the inverse of `unstack_layers`, and has the same arguments.
     """
     result = {name: tree for name, tree in variables.items() if not name.startswith("layers_")}
     for run, names in _layers_of_runs(stack):
@@ -392,7 +398,7 @@ def stack_layers(stack: Stack, variables: Variables) -> Variables:
 
 
 def _layers_of_runs(stack: Stack) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name of every run in a scanned stack, and its layers' names in a looped stack."""
+    """Yields every run's name in a scanned stack, and the names of its layers in a looped stack."""
     layer = 0
     for index, run in enumerate(stack.runs):
         yield f"run_{index}", [f"layers_{layer + i}" for i in range(run.repeats)]

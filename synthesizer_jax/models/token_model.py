@@ -1,4 +1,4 @@
-"""The interfaces of models over a vocabulary, and of models that read inputs and write targets."""
+"""The base classes of models over a vocabulary, and of models that map inputs to targets."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class TokenModel(nn.Module, kw_only=True):
-    """The base of models with an embedding and an output projection over one vocabulary.
+    """The base class of models with an embedding and an output projection over one vocabulary.
 
     Dropout is active if the random stream ``dropout`` is given, as in
-    ``model.apply(variables, ..., rngs={"dropout": key})``. Without it nothing is dropped, not even
-    in training. Take gradients only of the collection ``params``. Arrays that are never trained,
-    such as a Fixed Random table, are in ``constants``.
+    ``model.apply(variables, ..., rngs={"dropout": key})``. If the random stream is not given,
+    nothing is dropped, not even in training. Compute gradients only with respect to the collection
+    ``params``. Arrays that are never trained, such as a Fixed Random table, are in the collection
+    ``constants``.
 
     Attributes:
       vocab_size: number of rows of the embedding. T5 has 32,128 rows for 32,100 pieces.
       d_model: width of the model.
       tied: whether the embedding is also the output projection.
-      embedding_scale: factor of the embedded tokens. It is √d_model in the original Transformer.
+      embedding_scale: factor of the embedded tokens. The original Transformer uses √d_model.
       logits_scale: factor of the input of the output projection. None means 1/√d_model if `tied`
         (T5 1.0), and 1 otherwise.
-      logits_soft_cap: the logits x become ``cap · tanh(x / cap)`` (Gemma 2). None means that they
-        stay as they are.
-      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``. Float16 is not offered,
-        because activations of T5's feed-forward layers overflow it. Parameters are float32. In an
-        experiment the dtype may be ``"auto"``, but a model with this dtype cannot be applied; see
-        `resolve_dtype`.
+      logits_soft_cap: a number ``cap``. The logits x become ``cap · tanh(x / cap)``, as in Gemma 2.
+        None means that logits are not capped.
+      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``. Float16 is not allowed,
+        because it is too narrow for activations of T5's feed-forward layers. Parameters are always
+        float32. In an experiment, the dtype may be ``"auto"``. A model whose dtype is ``"auto"``
+        cannot be applied; see `resolve_dtype`.
       ids: the ids of padding, of the end of a text and of the decoder's first input.
       embedding_init: initializer of the embedding.
       logits_init: initializer of the output projection, if it is not tied.
@@ -66,7 +67,7 @@ class TokenModel(nn.Module, kw_only=True):
     logits_init: Initializer = FanIn()
 
     def setup(self) -> None:
-        """Creates the embedding and, unless tied, the output projection."""
+        """Creates the embedding, and the output projection if it is not tied."""
         check_types(type(self), fields_of(self), type(self).__name__)
         if self.dtype == AUTO:
             raise ValueError(
@@ -83,7 +84,7 @@ class TokenModel(nn.Module, kw_only=True):
             self.logits_kernel = self.param("logits_kernel", init, shape[::-1])
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the abstract arguments of `__call__` for one example: inputs and targets."""
+        """Returns the abstract arguments of `__call__` for an example with inputs and targets."""
         lengths = (inputs_length, targets_length)
         return tuple(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths)
 
@@ -94,7 +95,7 @@ class TokenModel(nn.Module, kw_only=True):
     def look_up(self, table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
         """Looks up tokens ``[batch, length]`` in a table ``[vocab, d]``, and scales the result."""
         if mesh_axes("batch"):
-            # Each device sums the gradient of the table over its own examples.
+            # Each device first sums the gradient of the table over its own examples.
             x = map_over_batch(_embedding_lookup, table.astype(self.dtype), tokens)
         else:
             x = jnp.take(table, tokens, axis=0)
@@ -109,9 +110,9 @@ class TokenModel(nn.Module, kw_only=True):
         return cap_logits(product, self.logits_soft_cap)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
-        """Returns the output projection ``[d_model, vocab]`` and the factor of its input.
+        """Returns the output projection ``[d_model, vocab]``, and the factor of its input.
 
-        The caller applies `logits_soft_cap` to the product.
+        The caller must apply `logits_soft_cap` to the logits.
         """
         scale = self.logits_scale
         if self.tied:
@@ -121,7 +122,7 @@ class TokenModel(nn.Module, kw_only=True):
 
 @jax.custom_vjp
 def _embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up rows ``[..., d]`` of a table, with a gradient that each device sums in float32.
+    """Looks up rows ``[..., d]`` of a table. Each device sums the table's gradient in float32.
 
     The sums of the devices are then added in the table's dtype, like the gradients of all other
     parameters.
@@ -134,13 +135,13 @@ _Residuals: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
-    """Returns the rows, and residuals that hold the tokens but no copy of the table."""
+    """Returns the rows of the table, and residuals without a copy of the table."""
     empty = jnp.zeros_like(table, shape=(0, *table.shape))
     return _embedding_lookup(table, tokens), (empty, tokens)
 
 
 def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, None]:
-    """Returns the cotangent of the table, which is summed in float32. Tokens have none."""
+    """Returns the cotangent of the table, summed in float32, and None for the tokens."""
     empty, tokens = residuals
     dtable = jnp.zeros(empty.shape[1:], jnp.float32).at[tokens].add(g.astype(jnp.float32))
     return dtable.astype(empty.dtype), None
@@ -160,34 +161,34 @@ def num_real_tokens(tokens: jax.Array, padding: int) -> jax.Array:
 def move_token_padding_last(tokens: jax.Array, padding: int) -> tuple[jax.Array, jax.Array]:
     """Moves the padding of rows ``[batch, n]`` to the end.
 
-    Models read their inputs through this function. Positions then count real tokens, so the outputs
-    do not depend on where the padding is.
+    Models call this function on their inputs, so that positions count only real tokens. The outputs
+    of a model therefore do not depend on where the padding is.
 
     Returns:
       The tokens in their new order, and the old index of each token, both ``[batch, n]``.
     """
-    # The sort is stable, so the real tokens keep their order.
+    # The sort is stable, so the real tokens of a row keep their order.
     order = jnp.argsort(tokens == padding, axis=1, stable=True)
     return take_positions(tokens, order), order
 
 
 def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
-    """Converts the argument `mask` of a model to a `Mask`, or returns None if there is none.
+    """Converts the argument `mask` of a model to a `Mask`. None is returned unchanged.
 
-    An array with two axes says which tokens are real, because the usual mask of tokens is a
-    tokenizer's attention mask. Layers read vectors and follow Flax instead: for them two axes are
-    ``[q, k]``; see `Mask.of`. Arrays hide only keys. The states of padding are those of a query
-    that sees the real tokens, as in transformers.
+    If the mask of a model is an array with two axes, it says which tokens are real, like a
+    tokenizer's attention mask. In contrast, an array with two axes in a call of a layer means
+    ``[q, k]``, as in Flax; see `Mask.of`. Arrays hide only keys. As in transformers, the state at a
+    padding position is that of a query that sees all real tokens.
 
     Args:
-      mask: None, a `Mask`, or an array of booleans or of zeros and ones. The array is
+      mask: None, a `Mask`, or an array of booleans or of zeros and ones. The shape of an array is
         ``[batch or 1, keys]`` or ``[batch or 1, heads or 1, q or 1, keys]``.
       batch: number of rows of the tokens.
       length: number of tokens in a row.
 
     Raises:
-      ValueError: an array has another shape, or other numbers than zeros and ones.
-      TypeError: `mask` is something else.
+      ValueError: an array has another shape, or contains numbers other than zero and one.
+      TypeError: `mask` has another type.
     """
     if mask is None or isinstance(mask, Mask):
         return mask
@@ -208,12 +209,13 @@ def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
 
 
 def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
-    """Returns which positions ``[batch, q]`` of shifted targets are before the padding.
+    """Returns whether each position ``[batch, q]`` of shifted targets is before the padding.
 
-    The first position always counts, because its input is the start token, which may be padding's
-    id.
+    The first position always counts as real, because its input is the start token, which may have
+    the same id as padding.
     """
-    # The position of each row's last token, [b]. Padding before it is part of the targets.
+    # `last` is the position of each row's last token, [b]. Padding before the last token is part of
+    # the targets.
     is_token = tokens != padding
     positions = jnp.arange(tokens.shape[1])[None]
     last = jnp.max(jnp.where(is_token, positions, 0), axis=1, initial=0)
@@ -221,18 +223,19 @@ def real_targets_mask(tokens: jax.Array, padding: int) -> jax.Array:
 
 
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
-    """Returns the stacks of a model, by the names of their fields."""
+    """Returns the stacks of a model by the names of the model's fields."""
     return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
 
 
 def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
-    """Returns the paths that a parameter has if layers are looped.
+    """Returns the paths that a parameter would have if the layers were looped.
 
-    A parameter of a scanned stack has one path for each layer that is stacked in it.
+    A parameter of a scanned stack has one path for each layer whose values are stacked in the
+    parameter.
 
     Args:
       model: the model.
-      keys: the path of the parameter.
+      keys: the path of the parameter in the model.
     """
     stack = stacks_of(model).get(keys[0])
     if stack is None or not stack.scan or not keys[1].startswith("run_"):
@@ -244,10 +247,10 @@ def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
 
 
 def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
-    """Returns the model with a specific dtype in place of ``"auto"``.
+    """Returns a copy of a model in which the dtype ``"auto"`` is replaced by a specific dtype.
 
-    ``"auto"`` means float32 on CPUs and bfloat16 elsewhere. A model with another dtype is returned
-    as it is.
+    The dtype ``"auto"`` becomes float32 on CPUs and bfloat16 on other platforms. A model with
+    another dtype is returned unchanged.
 
     Args:
       model: a `TokenModel`.
@@ -266,7 +269,7 @@ def dtype_of(platform: str | None = None) -> str:
 
 
 def unroll(model: _Model) -> _Model:
-    """Returns the same model with looped layers instead of scanned ones, as decoding requires."""
+    """Returns a copy of a model with looped layers instead of scanned layers, for decoding."""
     return replace(model, **{name: replace(s, scan=False) for name, s in stacks_of(model).items()})
 
 
@@ -285,17 +288,17 @@ def unroll_variables(model: nn.Module, variables: Variables) -> Variables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What a model has to know about the rows of a batch, besides their tokens.
+    """Describes the rows of a batch, such as the segments of packed rows.
 
     Attributes:
       segments: the segment numbers of packed rows, for inputs ``[batch, k]`` and targets
-        ``[batch, q]``. They are 1, 2, … in the order of the row, and 0 for padding. None means that
-        every row holds one example.
-      counted: ``[batch, q]`` bool, the positions that have a target. Modules average their
+        ``[batch, q]``. The segments of a row are numbered 1, 2, …, and padding has the number 0.
+        None means that every row holds one example.
+      counted: ``[batch, q]`` bool, which says which positions have a target. Modules average their
         additions to a training loss (`LOSSES`) over these positions. None means all positions
         before the padding, or all segments of packed rows.
-      max_segments: an upper bound of the number of segments in a row. With it, terms of absolute
-        positions can be computed on unpacked rows.
+      max_segments: an upper bound of the number of segments in a row. If the bound is given, terms
+        of absolute positions can be computed on unpacked rows.
     """
 
     segments: tuple[jax.Array, jax.Array] | None = None
@@ -306,14 +309,14 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodingCache:
-    """What a model keeps between decoding steps.
+    """The state that a model keeps between decoding steps.
 
     Attributes:
       layers: the caches of the decoder's layers.
-      memory_mask: which tokens of the memory are real, with one row for each example. It is None if
-        there is no memory.
-      prefix_lengths: ``[rows]`` number of tokens that all later tokens see, even beyond a window.
-        It is None if there is no prefix.
+      memory_mask: the mask that says which tokens of the memory are real, with one row for each
+        example. None means that the model has no memory.
+      prefix_lengths: ``[rows]`` the number of tokens that all later tokens see, even beyond a
+        window. None means that there is no prefix.
     """
 
     layers: tuple[LayerCache, ...]
@@ -321,13 +324,14 @@ class DecodingCache:
     prefix_lengths: jax.Array | None = None
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> DecodingCache:
-        """Applies a function to the arrays that have an entry for every row of targets.
+        """Applies a function to all arrays that have an entry for every row of targets.
 
-        The rows of an example, such as its beams, share the keys and values of the memory, which
-        stay as they are.
+        The rows of an example, such as its beams, share the keys and values of the memory. The
+        function is not applied to these shared arrays.
 
         Args:
-          function: maps ``[rows, ...]`` to ``[other rows, ...]``, such as ``lambda x: x[order]``.
+          function: a function from ``[rows, ...]`` to ``[other rows, ...]``, such as
+            ``lambda x: x[order]``.
         """
         layers = tuple(layer.map_rows(function) for layer in self.layers)
         prefix = None if self.prefix_lengths is None else function(self.prefix_lengths)
@@ -335,10 +339,11 @@ class DecodingCache:
 
 
 class TextToText(TokenModel, kw_only=True):
-    """A model that maps inputs to targets.
+    """The base class of models that map inputs to targets.
 
-    It is trained by teacher forcing and decoded step by step. The trainer, the decoding loops and
-    the evaluation use only these methods, as in ``apply_method(model.hidden, variables, ...)``.
+    A `TextToText` model is trained by teacher forcing and decoded step by step. The trainer, the
+    decoding loops and the evaluation call only the methods of this class, as in
+    ``apply_method(model.hidden, variables, ...)``.
     """
 
     @on_any_mesh
@@ -350,7 +355,7 @@ class TextToText(TokenModel, kw_only=True):
         Args:
           encoder_tokens: ``[batch, k]`` integers, with padding on either side.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
-          rows: which rows are packed. None means that no row is packed.
+          rows: the segment numbers of packed rows. None means that no row is packed.
 
         Returns:
           ``[batch, q, vocab]`` float32.
@@ -362,17 +367,17 @@ class TextToText(TokenModel, kw_only=True):
     ) -> jax.Array:
         """Returns the states of the targets before the projection to the vocabulary.
 
-        The arguments are those of `__call__`.
+        The arguments are the same as those of `__call__`.
 
         Returns:
-          ``[batch, q, d_model]``, the argument of `logits`.
+          ``[batch, q, d_model]`` states, which are the argument of `logits`.
         """
         raise NotImplementedError
 
     def encode_inputs(self, tokens: jax.Array) -> PyTree:
-        """Returns what `decode` needs from input tokens ``[batch, k]``.
+        """Reads input tokens ``[batch, k]``, and returns the memory for `decode`.
 
-        It is a pytree of the model's own type.
+        The memory is a pytree, and each model has its own type of memory.
         """
         raise NotImplementedError
 
@@ -380,7 +385,7 @@ class TextToText(TokenModel, kw_only=True):
         """Returns the states ``[batch · n, q, d_model]`` of teacher-forced targets, for `logits`.
 
         Args:
-          tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each input.
+          tokens: ``[batch · n, q]`` the targets shifted right by one, with n rows for each input.
           memory: the result of `encode_inputs`, with ``batch`` rows.
         """
         raise NotImplementedError
@@ -390,10 +395,10 @@ class TextToText(TokenModel, kw_only=True):
 
         Args:
           encoder_tokens: ``[batch, k]`` integers, with padding on either side.
-          max_length: number of target positions that `extend` may reach.
+          max_length: the largest number of target positions that `extend` can fill.
 
         Raises:
-          ValueError: the model cannot decode so many positions, for example because a table is
+          ValueError: the model cannot decode `max_length` positions, for example because a table is
             shorter.
         """
         raise NotImplementedError
@@ -402,10 +407,10 @@ class TextToText(TokenModel, kw_only=True):
         """Decodes the next tokens. The layers must be looped, not scanned; see `unroll`.
 
         Args:
-          tokens: ``[batch · n, q]`` the next tokens of the targets, n rows for each example. The
-            first token is the start token.
-          cache: the cache from `init_cache` or from the previous step. It must have the rows of the
-            tokens.
+          tokens: ``[batch · n, q]`` the next tokens of the targets, with n rows for each example.
+            The first token of the targets is the start token.
+          cache: the cache from `init_cache` or from the previous step. The cache must have the same
+            rows as the tokens.
 
         Returns:
           ``[batch · n, q, d_model]`` states for `logits`, and the new cache.

@@ -1,4 +1,4 @@
-"""What a run trains of a model: all of its variables, unless it has adapters."""
+"""The variables that a run trains, which are all variables of a model without adapters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Trainable(Generic[Model]):
-    """A model, and the variables that a run of it trains and saves: here, all of its variables.
+    """A model, and the variables that a run trains and saves, which are all variables here.
 
     The subclass `adapters.Adapted` trains other variables instead, which modify a base. Training,
-    plans and checkpoints only use the methods of this class, so they are the same with and without
-    adapters::
+    plans and checkpoints only use the methods of this class, so the same code works with and
+    without adapters::
 
         shapes, axes = trainable.abstract()
         variables = trainable.init(key, base)
@@ -27,13 +27,13 @@ class Trainable(Generic[Model]):
 
     Args:
       model: the unbound model.
-      example: the shapes and dtypes of the arguments of its `__call__`.
+      example: the shapes and dtypes of the arguments of the model's `__call__`.
     """
 
     has_base = False
     """Whether the variables modify a base, which is a complete set of the model's variables.
 
-    Without a base, all arguments with the name `base` are empty dictionaries.
+    If there is no base, all arguments named `base` are empty dictionaries.
     """
 
     def __init__(self, model: Model, example: tuple[jax.ShapeDtypeStruct, ...]):
@@ -43,7 +43,7 @@ class Trainable(Generic[Model]):
     def abstract(self) -> tuple[Variables, PyTree]:
         """Returns the shapes and the logical axes of the variables that are trained and saved.
 
-        Constants, which are saved but never optimized, are among them.
+        The variables include constants, which are saved but never optimized.
         """
         return self.abstract_model()
 
@@ -56,7 +56,7 @@ class Trainable(Generic[Model]):
         return abstract_variables(self.model, *self.example)
 
     def init(self, key: jax.Array, base: Variables) -> Variables:
-        """Returns the initial variables. The function can be traced.
+        """Returns the initial variables. The method can be traced.
 
         Args:
           key: a random key.
@@ -67,7 +67,7 @@ class Trainable(Generic[Model]):
         return dict(self.model.init(key, *example))
 
     def merge(self, variables: Variables, base: Variables) -> Variables:
-        """Returns the variables for the model's `apply`. The function can be traced.
+        """Returns the variables for the model's `apply`. The method can be traced.
 
         Args:
           variables: the variables that are trained and saved.
@@ -77,5 +77,5 @@ class Trainable(Generic[Model]):
         return variables
 
     def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
-        """Returns the same as `merge`, computed by a compiled program if there is work to do."""
+        """Returns the result of `merge`, computed by a compiled program if necessary."""
         return self.merge(variables, base)

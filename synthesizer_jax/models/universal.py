@@ -1,4 +1,4 @@
-"""Universal Transformer, which applies one block again and again."""
+"""The Universal Transformer, which applies the same block repeatedly."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class UniversalStack(Stack):
-    """A stack whose layers share their parameters (Dehghani et al. 2019); see also `Stack`.
+    """A stack that applies one block repeatedly (Dehghani et al. 2019); see also `Stack`.
 
-    Before every step, sinusoids of the position and of the step are added to the states. With a
-    `halting_threshold`, every position decides when it halts (adaptive computation time, Graves
-    2016).
+    Before every step, sinusoids of the position and of the step are added to the states. If
+    `halting_threshold` is given, every position decides when it halts (adaptive computation time,
+    Graves 2016).
 
-    Let s_t be the state after step t, and w_t the halting probability. The last probability of a
-    position is replaced by the remainder, and w is zero afterwards. As in Tensor2Tensor and
-    Mesh-TensorFlow, the output is ``a_T``, where ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and
+    Let s_t be the state after step t, and w_t the halting probability. In the step in which a
+    position halts, w_t is the remainder instead. After that step, w_t is zero. As in Tensor2Tensor
+    and Mesh-TensorFlow, the output is ``a_T``, where ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and
     ``a_0 = 0``. Graves' own average is ``Σ_t w_t s_t``.
 
     Attributes:
-      runs: one `Run`. Its repeats are the steps.
-      halting_threshold: a position halts once the sum of its probabilities exceeds this value. None
-        means that all steps run.
-      ponder_cost: factor of the mean number of steps, plus the remainders, in the training loss.
-      signals: whether to add the sinusoids of position and step.
+      runs: a single `Run`. The number of steps is its `repeats`.
+      halting_threshold: a position halts when the sum of its halting probabilities exceeds this
+        value. None means that every position runs all steps.
+      ponder_cost: factor of the ponder cost in the training loss. The ponder cost is the mean
+        number of steps plus the mean remainder.
+      signals: whether to add the sinusoids of the position and of the step.
     """
 
     halting_threshold: Share | None = None
@@ -43,7 +44,7 @@ class UniversalStack(Stack):
     signals: bool = True
 
     def _blocks(self) -> list[Block]:
-        """Returns the one bound block, repeated for every step of the recurrence."""
+        """Returns a list that contains the same bound block once for every step."""
         if len(self.runs) != 1:
             raise ValueError(
                 "UniversalStack: runs must contain exactly one Run, whose block all steps share."
@@ -52,7 +53,7 @@ class UniversalStack(Stack):
         return [block] * self.num_layers
 
     def _scan(self, *arguments: object) -> jax.Array:
-        """Raises a `ValueError`, because the steps have no parameters of their own to stack."""
+        """Raises a `ValueError`, because a scan cannot stack the parameters that all steps share."""
         raise ValueError(
             "UniversalStack: all steps share their parameters, so they cannot be scanned. Set "
             "scan=False."
@@ -65,15 +66,15 @@ class UniversalStack(Stack):
         positions: Positions,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies the block `num_layers` times and, if positions halt, averages the states.
+        """Applies the block `num_layers` times, and averages the states if positions can halt.
 
         The positions of a batch halt at different steps, so all steps are computed.
         """
         threshold = self.halting_threshold
         sinusoids: PyTree = SinusoidalPositions(parent=None)
         average = jnp.zeros_like(x)  # a_t
-        # Of each position [b, q]: the sum of its probabilities, the remainder with which it
-        # stopped, and the number of its steps.
+        # These arrays [b, q] hold the sum of each position's halting probabilities, the remainder
+        # with which the position stopped, and the number of its steps.
         halted, remainders, updates = (jnp.zeros(x.shape[:2], jnp.float32) for _ in range(3))
         gate = nn.Dense(
             1,
@@ -92,9 +93,9 @@ class UniversalStack(Stack):
                 continue
 
             probability = jax.nn.sigmoid(gate(x)[..., 0])  # [b, q]
-            running = halted < 1.0  # [b, q], the positions that have not halted
-            # A position stops at the step in which its probabilities exceed the threshold. The
-            # weight of this step is the remainder, so that the weights add up to 1.
+            running = halted < 1.0  # [b, q], which is True for positions that have not halted
+            # A position stops at the step in which the sum of its halting probabilities exceeds the
+            # threshold. The weight of this step is the remainder, so that the weights add up to 1.
             stops = running & (halted + probability > threshold)
             runs_on = running & ~stops
             halted = halted + jnp.where(runs_on, probability, 0.0)
@@ -112,14 +113,14 @@ class UniversalStack(Stack):
         return average
 
     def _sow_ponder_cost(self, steps: jax.Array, counted: jax.Array | None) -> None:
-        """Sows the ponder cost in `LOSSES` if that collection is mutable.
+        """Sows the ponder cost in `LOSSES` if the collection is mutable.
 
-        The cost is averaged over the positions of each row and then over the rows. It therefore
-        does not depend on how a batch is divided into parts of equal size.
+        The ponder cost is averaged over the positions of each row and then over the rows. The cost
+        therefore does not depend on how a batch is divided into parts of equal size.
 
         Args:
-          steps: number of steps plus remainder of each position, ``[batch, q]``.
-          counted: the positions over which to average, ``[batch, q]``. None means all.
+          steps: the number of steps plus the remainder of each position, ``[batch, q]``.
+          counted: the positions over which to average, ``[batch, q]``. None means all positions.
         """
         if self.is_initializing() or not self.is_mutable_collection(LOSSES):
             return

@@ -1,4 +1,4 @@
-"""Models with names: published sizes, combined with different alignments and mixers."""
+"""Named models, which combine published sizes with different alignments and mixers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from synthesizer_jax.models.universal import UniversalStack
 from synthesizer_jax.primitives.initializers import FanIn, MeshGlorotUniform, Normal
 
 VOCAB_SIZE = 32_128
-"""The 32,100 pieces of T5's vocabulary, rounded up to a multiple of 128."""
+"""The size of T5's vocabulary of 32,100 pieces, rounded up to a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A published size of a T5.
+    """The widths and numbers of layers of a published T5.
 
     Attributes:
       d_model: width of the model.
@@ -68,7 +68,8 @@ T5_1_0 = {
 }
 """The sizes of T5 1.0 (Raffel et al. 2020).
 
-``base_plus`` is "T5 (Base+)" of Tay et al. 2021. It is as large as R+V, with 292 M parameters.
+The size ``base_plus`` is "T5 (Base+)" of Tay et al. 2021, which has as many parameters as R+V (292
+M).
 """
 
 T5_1_1 = {
@@ -85,13 +86,14 @@ T5_1_1 = {
 def dot_product(head_dim: int) -> DotProduct:
     """Returns T5's dot product.
 
-    The logits have no scale. The initializer of the queries has the factor 1/√head_dim instead.
+    T5 does not scale the logits. The initializer of the query kernel has the factor 1/√head_dim
+    instead.
     """
     return DotProduct(scale=1.0, query_init=FanIn(1.0 / head_dim))
 
 
 def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignment:
-    """Returns the alignment of a variant, named as in the tables of Tay et al. 2021.
+    """Returns the alignment of a variant. The variants have the names of Tay et al. 2021.
 
     Args:
       variant: a key of `VARIANTS`.
@@ -99,7 +101,7 @@ def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignmen
       max_length: number of positions of the tables.
 
     Raises:
-      ValueError: there is no such variant.
+      ValueError: the variant is unknown.
     """
     if variant not in VARIANTS:
         raise ValueError(
@@ -123,8 +125,9 @@ VARIANTS: dict[str, Callable[[Alignment, int], Alignment]] = {
 }
 """Functions that make the alignment of a variant from a dot product and a number of positions.
 
-v is the vanilla dot product. d is Dense, r Random, fix Fixed Random, fr Factorized Random, and fd
-Factorized Dense. The other names are mixtures of two of these.
+The variant ``v`` is the vanilla dot product, ``d`` is Dense, ``r`` is Random, ``fix`` is Fixed
+Random, ``fr`` is Factorized Random, and ``fd`` is Factorized Dense. All other variants are mixtures
+of two alignments.
 """
 
 
@@ -148,18 +151,20 @@ def t5(
 
     Args:
       size: widths and numbers of layers.
-      gated: True for T5 1.1 (gated GELU, untied output), False for T5 1.0 (ReLU, tied output).
-      encoder: the alignment of the encoder's self-attention, or a mixer in its place. None means
-        T5's dot product.
-      decoder: the same for the decoder. None means the same as in the encoder.
+      gated: True means T5 1.1 (gated GELU, untied output), and False means T5 1.0 (ReLU, tied
+        output).
+      encoder: the alignment of the encoder's self-attention, or a mixer that replaces the
+        self-attention. None means T5's dot product.
+      decoder: the alignment or mixer of the decoder's self-attention. None means the same as in the
+        encoder.
       cross: the mixer over the encoder's outputs. None means T5's attention.
-      relative_bias: whether to use T5's position bias, one table per stack. A stack whose
-        self-attention has no logits gets none.
+      relative_bias: whether to use T5's position bias, with one table per stack. A stack whose
+        self-attention has no logits gets no position bias.
       positions: a module whose vectors are added to the embeddings, such as `SinusoidalPositions`.
       vocab_size: number of rows of the embedding.
       dropout_rate: the rate of all dropouts.
-      elementwise_dropout: whether every position has its own draw, as in Tensor2Tensor. If it is
-        False, one draw is for all positions, as in T5.
+      elementwise_dropout: whether every position has its own random draw, as in Tensor2Tensor.
+        False means that all positions share one draw, as in T5.
       dtype: dtype of the computation.
       scan: whether to scan over layers; see `Stack`.
       remat: the rematerialization policy; see `Stack`.
@@ -211,7 +216,8 @@ def _mesh_random() -> Random:
 
 def _mesh_dense() -> Dense:
     """Returns Mesh-TensorFlow's mode ``dense``."""
-    # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
+    # As in its other modes, Mesh-TensorFlow folds the factor 1/√128 into the query projection of
+    # its dense modes.
     return Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
 
 
@@ -238,25 +244,27 @@ MESH: dict[str, Callable[[], Alignment | None]] = {
 }
 """The modes of the code that was released for the Synthesizer paper's C4 runs.
 
-None stands for T5's attention.
+None means T5's attention.
 """
 
 
 def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
-    """Returns a T5-base of the Synthesizer paper's C4 runs, as the released code built it.
+    """Returns a T5-base from the Synthesizer paper's C4 runs, as built by the released code.
 
-    The self-attention of the Synthesizers has eight heads of 128, which are the defaults of this
-    code for Mesh-TensorFlow. Cross-attention has 12 heads of 64. All heads share one matrix of the
-    dense alignment. Tables are for 512 positions and start from a Glorot distribution. `factorized`
-    has rank 16 and uses the formula of the paper, not that of the code.
+    The self-attention of the Synthesizers has eight heads of width 128, which are the defaults of
+    the released Mesh-TensorFlow code. Cross-attention has 12 heads of width 64. In the dense
+    alignment, all heads share one matrix. Tables are for 512 positions and are initialized with a
+    Glorot distribution. The variant `factorized` has rank 16 and uses the formula in the paper
+    instead of the formula in the code.
 
-    The paper's numbers are in Table 2 of Narang et al. 2021. Two kinds of positions give the same
-    whole millions of parameters: T5's relative bias, and a vector for each of 512 positions that
-    both stacks share. Both are therefore offered.
+    Table 2 of Narang et al. 2021 contains the results. The published parameter counts, in whole
+    millions, fit two kinds of positions. One is T5's relative bias, and the other is a vector for
+    each of 512 positions, which both stacks share. This function can build the model with either
+    kind.
 
     Args:
       variant: a key of `MESH`.
-      learned_positions: whether to use the vectors instead of the relative bias.
+      learned_positions: whether to use a vector for each position instead of the relative bias.
     """
     kind = MESH[variant]()
     mixer = None if kind is None else Attention(8, 128, alignment=kind)
@@ -272,7 +280,8 @@ def _synthesizer(variant: str, size: Size) -> EncoderDecoder:
 def _talking_heads(size: Size) -> EncoderDecoder:
     """Returns a T5 1.1 with twice as many heads of half the width.
 
-    Shazeer et al. 2020, and T5's configuration ``t5.1.th``.
+    The model is described by Shazeer et al. 2020, and corresponds to T5's configuration
+    ``t5.1.th``.
     """
     width = size.head_dim // 2
     mixer = TalkingHeads(2 * size.heads, width, alignment=dot_product(width))
@@ -282,13 +291,14 @@ def _talking_heads(size: Size) -> EncoderDecoder:
 def _convolution(kind: type[LightweightConvolution | DynamicConvolution]) -> EncoderDecoder:
     """Returns a T5 1.0 whose self-attention is a convolution, as in Mesh-TensorFlow.
 
-    It has nine taps, a dense layer after the convolution, and learned positions (Narang et al.
-    2021).
+    The convolution has nine taps and is followed by a dense layer. The model has learned positions
+    (Narang et al. 2021).
 
-    The lightweight convolution has one kernel per channel, and 224 M parameters as published. The
-    dynamic convolution is published with 257 M parameters and 1.06 times the FLOPs of the vanilla
-    model. With one kernel per channel, as in the last released code, it would have 351 M and 1.49
-    times. One kernel for every four channels comes closest, with 256 M and 1.07 times.
+    The model with lightweight convolutions has one kernel per channel. It has 224 M parameters, as
+    published. The model with dynamic convolutions was published with 257 M parameters and 1.06
+    times the FLOPs of the vanilla model. With one kernel per channel, as in the last released code,
+    this model would have 351 M parameters and 1.49 times the FLOPs. One kernel for every four
+    channels gives the closest numbers, which are 256 M parameters and 1.07 times the FLOPs.
     """
     groups = 192 if kind is DynamicConvolution else None
     mixer = kind(width=9, pointwise=True, groups=groups)
@@ -300,15 +310,15 @@ def _convolution(kind: type[LightweightConvolution | DynamicConvolution]) -> Enc
 def _universal() -> EncoderDecoder:
     """Returns a Universal Transformer with adaptive halting at 0.5.
 
-    Narang et al. 2021, appendix B.
+    The model is described in appendix B of Narang et al. 2021.
 
     Each stack has one block. The model has 41 M parameters and twice the FLOPs of the vanilla
-    model. The paper reports 84 M and 3.6 times, but no released file says which settings of
-    Mesh-TensorFlow's code it used.
+    model. The paper reports 84 M parameters and 3.6 times the FLOPs, but no released file contains
+    the settings of Mesh-TensorFlow's code for this model.
     """
 
     def shared(stack: Stack) -> UniversalStack:
-        """Returns a stack that applies the first block of another one 24 times."""
+        """Returns a stack that applies the first block of another stack 24 times."""
         return UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
 
     base = t5(T5_1_0["base"], gated=False, relative_bias=False)
@@ -322,8 +332,9 @@ def language_model(
 
     Args:
       variant: a key of `VARIANTS`.
-      size: a size of `T5_1_1`. Its number of layers is that of the one stack.
-      prefix: whether it is a prefix language model.
+      size: a size from `T5_1_1`. The single stack has the number of layers of one stack of this
+        size.
+      prefix: whether the model is a prefix language model.
       max_length: number of positions in the tables of the alignment, for inputs and targets
         together.
     """
@@ -362,8 +373,8 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
     "prefix_lm_base": partial(language_model, "v", T5_1_1["base"], prefix=True),
     **PUBLISHED,
 }
-"""All models with a name. Call an entry to get the configured module.
+"""All named models. Call an entry to get the configured model.
 
-The entries are functions because a module that is made during an import would become a child of the
-module whose compact method imports this file.
+The entries are functions instead of modules for a technical reason. If a compact method of a module
+imported this file, modules that are made during the import would become children of that module.
 """

@@ -1,6 +1,7 @@
-"""Loads and runs the exported model in the directory of this file.
+"""Loads and runs the exported model that is in the same directory as this file.
 
-``python load.py "a text"`` prints the text that the model generates. From Python, use `Model`.
+The command ``python load.py "a text"`` prints the text that the model generates. Python programs
+can use `Model`.
 """
 
 import hashlib
@@ -15,14 +16,15 @@ import numpy as np
 
 
 class Model:
-    """An exported model, which is a directory of programs and parameters.
+    """An exported model, loaded from a directory of programs and parameters.
 
-    Its file ``model.json`` describes the programs.
+    The file ``model.json`` in the directory describes the programs.
 
     Attributes:
       info: the contents of ``model.json``.
       parameters: the parameters of the model by name, on the default device.
-      programs: the programs by name, as functions. Their first argument is `parameters`.
+      programs: the programs by name, as functions. The first argument of every program is
+        `parameters`.
       pieces: the SentencePiece processor, or `None` if tokens are bytes.
     """
 
@@ -41,7 +43,7 @@ class Model:
         self.pieces = None
 
         for file, checksum in self.info["sha256"].items():
-            # Files are mapped instead of read, because the parameters may be large.
+            # The files are memory-mapped instead of read, because the parameters may be large.
             data = np.memmap(directory / file, np.uint8, "r")
             if hashlib.sha256(data.data).hexdigest() != checksum:
                 raise ValueError(f"{directory / file} is damaged. Copy it again.")
@@ -50,7 +52,8 @@ class Model:
                 self.programs[file.removesuffix(".stablehlo")] = jax.jit(program)
 
         data = np.memmap(directory / "parameters.safetensors", np.uint8, "r")
-        # A safetensors file begins with the length of its header, which says where each tensor is.
+        # A safetensors file begins with the length of its header. The header says where each tensor
+        # is.
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         for name, tensor in json.loads(data[8:start].tobytes()).items():
             x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
@@ -63,16 +66,17 @@ class Model:
     def generate(self, texts: list[str]) -> list[str]:
         """Returns the text that the model generates for each input.
 
-        If the model continues texts, it returns the continuation of each input.
+        If the model continues texts, the result is the continuation of each input.
 
         Args:
           texts: a list of inputs.
 
         Raises:
-          ValueError: the texts are not a list of strings, or a text to continue is too long.
+          ValueError: `texts` is not a list of strings, or a text to continue is too long.
         """
         inputs = self.tokens(texts)
-        if not texts:  # programs take one row or more
+        # The programs take at least one row.
+        if not texts:
             return []
         tokens, _ = self.programs["generate"](self.parameters, inputs)
         return [self.text(row) for row in tokens.tolist()]
@@ -80,16 +84,17 @@ class Model:
     def tokens(self, texts: list[str], limit: int | None = None) -> np.ndarray:
         """Converts texts to token ids, padded to the same length.
 
-        Inputs are cut to the limit, and have BOS or EOS as in training. If the model continues
-        texts, they have neither and are not cut.
+        Inputs are cut to the limit, and get BOS or EOS as in training. If the model continues
+        texts, the inputs get neither BOS nor EOS, and they are not cut.
 
         Args:
           texts: a list of texts.
-          limit: the largest number of tokens. `None` is the limit of the programs.
+          limit: the largest number of tokens. `None` means the limit of the programs.
 
         Returns:
           The ids, ``[texts, n]`` int32. If the programs take any length, n is the smallest power of
-          two that is large enough, so that few lengths are compiled. Otherwise n is the limit.
+          two that is large enough, so that programs are compiled for only a few lengths. Otherwise,
+          n is the limit.
 
         Raises:
           ValueError: `texts` is not a list of strings, or a text to continue is longer than the
@@ -98,7 +103,7 @@ class Model:
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ValueError('The texts must be a list of strings, such as ["a text"].')
         limit = limit or self.info["limits"]["inputs_length"]
-        # The ids before and after every input, such as [] and [EOS].
+        # `first` and `last` are the ids before and after every input, such as [] and [EOS].
         first, last = self.info["around_inputs"]
         rows = [[*first, *self._ids(text)] for text in texts]
         longest = max(map(len, rows), default=0)
@@ -120,19 +125,20 @@ class Model:
         return np.array(padded, np.int32).reshape(len(rows), n)
 
     def _ids(self, text: str) -> list[int]:
-        """Returns the ids of the pieces or bytes of a text. The ids of bytes begin at 3."""
-        data = text.encode()  # raises a ValueError if the text has lone surrogates
+        """Returns the ids of the pieces or bytes of a text. Byte b has the id b + 3."""
+        # This line raises a `ValueError` if the text contains lone surrogates.
+        data = text.encode()
         if self.pieces is not None:
             return list(self.pieces.encode(text))
         return [byte + 3 for byte in data]
 
     def text(self, ids: list[int]) -> str:
-        """Returns the text of the ids before the first EOS, other end token or padding."""
+        """Returns the text of the ids before the first EOS, other end token or padding id."""
         special = self.info["ids"]
         ends = {special["end"], *special["also_end"], special["padding"]}
         ids = list(itertools.takewhile(lambda i: i not in ends, ids))
         if self.pieces is not None:
-            # The model may have more ids than there are pieces.
+            # The vocabulary of the model may be larger than the number of pieces.
             unknown = self.pieces.unk_id()
             return str(self.pieces.decode([i if i < len(self.pieces) else unknown for i in ids]))
         return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")

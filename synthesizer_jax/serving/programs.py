@@ -45,7 +45,7 @@ class Limits:
     Attributes:
       inputs_length: the largest number of tokens of an input, including EOS.
       targets_length: the largest number of tokens of a target, including EOS.
-      beams: the number of beams with which programs generate. 1 is greedy decoding.
+      beams: the number of beams with which programs generate. 1 means greedy decoding.
     """
 
     inputs_length: Length
@@ -67,13 +67,14 @@ def write_directory(
 ) -> None:
     """Writes a model as StableHLO programs, with a loader that does not need this package.
 
-    The directory then contains these files:
+    The function writes these files to the directory:
 
-    - ``NAME.stablehlo``: the programs; see `export_programs`.
+    - ``NAME.stablehlo``: a program; see `export_programs` for the names.
     - ``parameters.safetensors``: the parameters, which are the first argument of each program.
-    - ``vocabulary.model``: the SentencePiece model with its sentinels, if the vocabulary has one.
+    - ``vocabulary.model``: the SentencePiece model with its sentinels, if the vocabulary has a
+      SentencePiece model.
     - ``model.json``: a description of the other files, with checksums.
-    - ``load.py``: the loader.
+    - ``load.py``: the loader, which runs the programs.
 
     Args:
       directory: an empty directory.
@@ -84,8 +85,9 @@ def write_directory(
       continues: whether the programs continue texts; see `export_programs`.
 
     Raises:
-      ValueError: the model has fewer positions than the limits, has no programs, or has parameters
-        that are not float32; or the vocabulary is neither bytes nor a SentencePiece model.
+      ValueError: the model has fewer positions than the limits, cannot be exported, or has
+        parameters that are not float32. The error is also raised if the vocabulary is neither bytes
+        nor a SentencePiece model.
     """
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():
@@ -109,7 +111,8 @@ def write_directory(
         (directory / f"{name}.stablehlo").write_bytes(program.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
-    (directory / PARAMETERS).chmod(0o644)  # safetensors makes it readable only for the owner
+    # The safetensors library makes the file readable only for its owner.
+    (directory / PARAMETERS).chmod(0o644)
 
     description = {
         "model": type(model).__name__,
@@ -118,7 +121,7 @@ def write_directory(
         "limits": fields_of(limits),
         "ids": fields_of(model.ids),
         "continues": continues,
-        # A text to continue has neither BOS nor EOS.
+        # A text to continue gets neither BOS nor EOS.
         "around_inputs": ([], []) if continues else vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
@@ -150,27 +153,27 @@ def export_programs(
       `decode`.
 
     An `EncoderDecoder` has all three programs, an `Encoder` has only ``encode``, and a
-    `LanguageModel` has ``score`` and ``generate``. The batch size b is free, and n and t are any
-    lengths up to the limits. Attention runs on the reference route, because the other routes choose
-    tiles and kernels by lengths, which are not known here. A layer therefore holds the logits of
-    all pairs of tokens in memory.
+    `LanguageModel` has ``score`` and ``generate``. The programs take any batch size b, and any
+    lengths n and t up to the limits. Attention runs on the reference route, because the other
+    routes choose their tiles and kernels by the lengths, which are not known when the program is
+    exported. A layer therefore holds the logits of all pairs of tokens in memory.
 
     Args:
       model: the model.
       parameters: the parameters of the model with looped layers, by their keys joined by ``/``.
-        Only their shapes and dtypes are read.
+        Only the shapes and dtypes are read.
       limits: the largest lengths, and the number of beams.
       continues: whether inputs are texts to continue, for a `LanguageModel` that was trained only
-        on targets. The inputs then have no EOS and are the beginning of the targets, and inputs and
-        targets share the positions of the model.
+        on targets. If `continues` is True, the inputs have no EOS and are the beginning of the
+        targets. Inputs and targets then share the positions of the model.
 
     Returns:
-      The programs by name, and ``"symbolic"`` or ``"fixed"``. ``"fixed"`` means that a part of the
-      model must know all lengths when it is traced. Inputs and targets must then be padded to the
+      The programs by name, and ``"symbolic"`` or ``"fixed"``. ``"fixed"`` means that some module of
+      the model must know all lengths when it is traced, so inputs and targets must be padded to the
       limits.
 
     Raises:
-      ValueError: the model has fewer positions than the limits, or it has no programs.
+      ValueError: the model has fewer positions than the limits, or cannot be exported.
     """
     if not isinstance(model, TextToText | Encoder):
         raise ValueError(
@@ -211,7 +214,7 @@ def export_programs(
         programs["generate"] = _Program(generate, "n")
 
     def export_all(*, symbolic: bool) -> dict[str, export.Exported]:
-        """Returns all programs of the model, with symbolic lengths or with the largest ones."""
+        """Returns all programs of the model, with symbolic lengths or with the largest lengths."""
         return {
             name: _export(program, parameters, longest, symbolic=symbolic)
             for name, program in programs.items()
@@ -221,7 +224,8 @@ def export_programs(
         try:
             return export_all(symbolic=True), "symbolic"
         except (ConcretizationTypeError, InconclusiveDimensionOperation):
-            # A module needs a length as a number, which a symbolic length is not.
+            # Some module of the model needs a length as a number, so symbolic lengths are not
+            # possible.
             return export_all(symbolic=False), "fixed"
     except ValueError as error:
         raise ValueError(
@@ -232,11 +236,12 @@ def export_programs(
 
 
 class _Program(NamedTuple):
-    """A function to export.
+    """A function to export, and the lengths of its arguments.
 
     Attributes:
-      function: takes the variables and arrays of tokens.
-      lengths: a letter for the length of each of these arrays: n for inputs and t for targets.
+      function: a function that takes the variables and arrays of tokens.
+      lengths: one letter for each array of tokens, which names its length: n for inputs and t for
+        targets.
     """
 
     function: Callable[..., PyTree]
@@ -250,17 +255,18 @@ def _export(
     *,
     symbolic: bool,
 ) -> export.Exported:
-    """Exports a program, with a free batch size.
+    """Exports a program that takes any batch size.
 
     Args:
       program: the program.
       parameters: see `export_programs`.
-      longest: the largest length by its letter.
-      symbolic: whether the lengths are free up to the largest ones. Otherwise they are fixed to
-        them.
+      longest: the largest length for each letter in `_Program.lengths`.
+      symbolic: whether the program takes all lengths up to the largest ones. Otherwise, it takes
+        only the largest lengths.
     """
     bounds = []
-    axes = []  # of each array of tokens, such as "b,n" or "b,512"
+    # Each string names the axes of an array of tokens, such as "b,n" or "b,512".
+    axes = []
     for letter in program.lengths:
         if symbolic:
             bounds.append(f"{letter} <= {longest[letter]}")
@@ -275,14 +281,14 @@ def _export(
 
     @jax.jit
     def of_flat_parameters(flat: PyTree, *tokens: jax.Array) -> PyTree:
-        """Runs the program with parameters whose keys are joined by slashes."""
+        """Runs the program, given parameters whose keys are joined by slashes."""
         return program.function(traverse_util.unflatten_dict(flat, sep="/"), *tokens)
 
     return export.export(of_flat_parameters, platforms=PLATFORMS)(shapes, *tokens)
 
 
 def _on_reference_route(config: PyTree) -> PyTree:
-    """Returns a model, or a part of one, with all attention on the reference route."""
+    """Returns a copy of a model, or of a part of it, with all attention on the reference route."""
     if isinstance(config, tuple):
         return tuple(map(_on_reference_route, config))
     if not isinstance(config, nn.Module | Run):

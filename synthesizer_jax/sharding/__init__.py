@@ -1,4 +1,4 @@
-"""Device meshes, and the rules that map logical axes of arrays to mesh axes."""
+"""Functions for device meshes, and the rules that map logical axes of arrays to mesh axes."""
 
 from synthesizer_jax.sharding.mesh import MeshShape, gather_to_host, make_mesh, replicate_to_devices
 from synthesizer_jax.sharding.rules import (

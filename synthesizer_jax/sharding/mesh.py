@@ -1,4 +1,4 @@
-"""Device meshes over one or several slices of chips, and moving arrays to and from devices."""
+"""Makes device meshes over one or several slices of chips, and moves arrays to and from devices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
 _log = logging.getLogger(__name__)
 
 AxisSize: TypeAlias = Annotated[int, Choices((-1,))] | Count
-"""The size of a mesh axis. The size −1 means that it is inferred from the number of devices."""
+"""The size of a mesh axis. −1 means that the size is inferred from the number of devices."""
 
 Sizes: TypeAlias = tuple[int, ...]
-"""The sizes of the axes of a mesh."""
+"""The sizes of all axes of a mesh."""
 
 
 @register
@@ -31,25 +31,28 @@ Sizes: TypeAlias = tuple[int, ...]
 class MeshShape:
     """The sizes of the axes of a mesh, within a slice of chips and between slices.
 
-    Fields that begin with ``dcn_`` are sizes between slices, and the other fields are sizes within
-    a slice. The size of a mesh axis is the product of both. One size within a slice may be −1, and
-    so may one size between slices: it is then inferred from the number of devices or slices.
+    Fields that begin with ``dcn_`` are sizes between slices, and all other fields are sizes within
+    a slice. The size of a mesh axis is its size within a slice times its size between slices. One
+    size within a slice may be −1, which means that it is inferred from the number of devices in a
+    slice. In the same way, one size between slices may be −1, which means that it is inferred from
+    the number of slices.
 
-    Slices are connected only by the data-center network. There are no ``dcn_`` fields for the
-    tensor and sequence axes, because these axes transfer activations in every layer, for which this
-    network is too slow.
+    Slices are connected only by the data-center network. The tensor and sequence axes have no
+    ``dcn_`` fields, because they transfer activations in every layer, and the data-center network
+    is too slow for this traffic.
 
     Attributes:
-      data: number of replicas of the model. They process different examples.
-      fsdp: number of devices that process different examples, and shard parameters and optimizer
-        state.
+      data: number of replicas of the model, which process different examples.
+      fsdp: number of devices over which parameters and optimizer state are sharded. The devices
+        process different examples.
       tensor: number of devices that partition matrix products by heads, hidden features and
         vocabulary.
-      sequence: number of devices that partition the positions of an encoder, for long inputs.
+      sequence: number of devices over which the positions of an encoder are partitioned, for long
+        inputs.
       dcn_data: number of slices that are replicas of the model.
       dcn_fsdp: number of slices that shard parameters and optimizer state.
-      extra: names and sizes of additional axes within a slice. Their names must have been
-        registered with `register_mesh_axis`.
+      extra: names and sizes of additional axes within a slice. Every name must be registered with
+        `register_mesh_axis` first.
     """
 
     data: AxisSize = -1
@@ -91,13 +94,13 @@ class MeshShape:
         between = {"dcn_data": self.dcn_data, "dcn_fsdp": self.dcn_fsdp}
         sizes_within = _infer_sizes(within, devices // slices, "devices of a slice")
         sizes_between = _infer_sizes(between, slices, "slices")
-        # Only the first two axes can extend over several slices.
+        # Only the first two mesh axes can extend over several slices.
         others = (1,) * (len(within) - len(between))
         return sizes_within, sizes_between + others
 
 
 def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
-    """Returns the sizes, in which −1 is replaced so that their product is `total`."""
+    """Replaces a size of −1 so that the product of all sizes is `total`, and returns all sizes."""
     description = ", ".join(f"{name}={size}" for name, size in sizes.items())
     inferred = list(sizes.values())
     if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
@@ -120,9 +123,9 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a mesh of the devices.
 
-    On TPUs, every mesh axis consists of whole dimensions of the slice if possible. Otherwise
-    dimensions are split, with a warning, because collectives over such an axis can use only some of
-    the links between chips.
+    On TPUs, every mesh axis consists of whole dimensions of the slice's topology if possible.
+    Otherwise, dimensions are split, and a warning is issued, because collectives over an axis with
+    split dimensions can use only some of the links between chips.
 
     Args:
       shape: the sizes of the mesh axes.
@@ -133,7 +136,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     """
     if devices is None:
         devices = jax.devices()
-    # Only TPUs have slices.
+    # Only TPU devices are grouped into slices.
     slices = len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
     within, between = shape.sizes(len(devices), slices)
 
@@ -168,7 +171,7 @@ def replicate_to_devices(x: jax.typing.ArrayLike, sharding: jax.sharding.Shardin
 
 
 def gather_to_host(x: jax.Array) -> np.ndarray:
-    """Returns the whole of a global array as a NumPy array, in every process."""
+    """Returns a complete global array as a NumPy array in every process."""
     if jax.process_count() == 1:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -19,8 +19,9 @@ from synthesizer_jax.primitives.parameters import LOGICAL_AXES, Axes, is_axes
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 """The axes of every mesh that `make_mesh` returns.
 
-Meshes that were made elsewhere may lack some of these axes or have other ones. Arrays are only
-sharded over axes that the mesh has and whose names are known here.
+A mesh that was not made by `make_mesh` may lack some of the axes in `MESH_AXES` or have other axes.
+Arrays are sharded only over axes that the mesh has and whose names are in `MESH_AXES` or
+registered.
 """
 
 BATCH_AXES = ("data", "fsdp")
@@ -32,14 +33,14 @@ RULES: types.MappingProxyType[str, str] = types.MappingProxyType(
         "heads": "tensor",
         "mlp": "tensor",
         "embed": "fsdp",
-        # Tables of Synthesizers. If they were only sharded by heads, those of an xxl model would
-        # not fit into the memory of a chip.
+        # The tables of Synthesizers have the axis ``query_length``. If these tables were sharded
+        # only by heads, the tables of an xxl model would not fit into the memory of a chip.
         "query_length": "fsdp",
     }
 )
 """The mesh axis that shards each logical axis of parameters.
 
-Logical axes without an entry are not sharded.
+Logical axes that are not in `RULES` are not sharded.
 """
 
 ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyType(
@@ -47,7 +48,7 @@ ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyTy
 )
 """The mesh axes that shard each logical axis of activations, except ``heads``.
 
-The axis ``heads`` is sharded as in parameters; see `primitives.mesh`.
+The axis ``heads`` of activations is sharded like that of parameters; see `primitives.mesh`.
 """
 
 
@@ -56,8 +57,8 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
 
     For example, after ``register_mesh_axis("expert", "mlp")``, a mesh of the shape
     ``MeshShape(extra=(("expert", 2),))`` shards the hidden features of feed-forward layers over two
-    devices. If a mesh has the axis, with a size greater than 1, it replaces the mesh axis of
-    `RULES` for these logical axes. Other meshes are not affected.
+    devices. If the registered axis of a mesh has a size greater than 1, it shards the logical axes
+    instead of the mesh axis in `RULES`. Meshes without the registered axis are not affected.
 
     Args:
       name: the name of the mesh axis.
@@ -93,7 +94,7 @@ def check_mesh_axes(names: Sequence[str]) -> None:
 
 
 def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
-    """Returns the mesh axis that shards a logical axis of parameters, or None if there is none."""
+    """Returns the mesh axis that shards a logical axis of parameters, or None if no axis does."""
     for name, logical_axes in EXTRA_MESH_AXES.items():
         if logical_axis in logical_axes and mesh.shape.get(name, 1) > 1:
             return name
@@ -104,7 +105,7 @@ def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
 def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes of a mesh that divide the examples of a batch.
 
-    They are the axes in `BATCH_AXES` that the mesh has.
+    The result contains the axes in `BATCH_AXES` that the mesh has.
     """
     return tuple(name for name in BATCH_AXES if name in mesh.shape)
 
@@ -117,10 +118,10 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
 def partition_spec(
     axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str = ""
 ) -> PartitionSpec:
-    """Returns how an array is partitioned over a mesh.
+    """Returns the `PartitionSpec` that says how an array is partitioned over a mesh.
 
     Args:
-      axes: the logical axes of the array. None stands for a dimension that is not sharded.
+      axes: the logical axes of the array. None means that the dimension is not sharded.
       shape: the shape of the array.
       mesh: the mesh.
       name: the name of the array, for error messages.
@@ -160,7 +161,8 @@ def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree
       A pytree of `NamedSharding`.
 
     Raises:
-      ValueError: an array cannot be sharded; see `partition_spec`. The message contains its path.
+      ValueError: an array cannot be sharded; see `partition_spec`. The error message contains the
+        path of the array.
     """
 
     def named_sharding(
@@ -174,9 +176,9 @@ def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch: its examples are divided over the data and fsdp axes.
+    """Returns the sharding that divides the examples of a batch over the data and fsdp axes.
 
-    If the mesh lacks one of these axes, the batch is not divided over it.
+    If the mesh lacks the data axis or the fsdp axis, the batch is divided over the other axis only.
     """
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
@@ -205,8 +207,8 @@ def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: in
 def use_mesh(mesh: Mesh) -> Iterator[None]:
     """Context manager in which layers partition their work over a mesh when they are traced.
 
-    It sets JAX's current mesh and Flax's logical axis rules. A mesh with a single device has no
-    effect.
+    The context manager sets JAX's current mesh and Flax's logical axis rules. A mesh with a single
+    device has no effect.
     """
     if mesh.size == 1:
         yield
@@ -217,7 +219,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
         name: tuple(axis for axis in axes if axis in mesh.shape)
         for name, axes in ACTIVATIONS.items()
     }
-    # Logical axes that this mesh does not shard have no rule.
+    # Logical axes that the mesh does not shard get no rule.
     rules = [(name, axes) for name, axes in {**parameter_rules, **activation_rules}.items() if axes]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield
