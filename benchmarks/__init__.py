@@ -1,1 +1,1 @@
-"""Measurements of speed and reliability, and the ledger of the results of the papers."""
+"""Measures speed and reliability, and reproduces the results of the papers in a ledger."""

@@ -2,19 +2,20 @@
 
     python benchmarks/attention.py --batch 8 --length 512 --json attention.json
 
-The sub-layers run in turns in one process. The table has medians over the rounds, and the rate of
-matrix products of the machine. A sub-layer includes its projections. The reference is the fastest
-of einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant is the
-reference's time divided by the variant's time. FLOPs are those of the matrix products in the
-forward pass, relative to the reference. `--bias` adds T5's relative bias to all sub-layers that
-support it.
+The sub-layers run in turns in one process. The table has medians over the rounds. It also shows the
+machine's rate of matrix products. A sub-layer includes its projections. The reference is the
+fastest of einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant is
+the reference's time divided by the variant's time. The table counts the FLOPs of the matrix
+products in the forward pass, relative to the reference. `--bias` adds T5's relative bias to all
+sub-layers that support it.
 
     python benchmarks/attention.py --functions --length 2048
 
-This compares the function `dot_product_attention` with `jax.nn.dot_product_attention` instead:
-without a bias, with a learned bias ``[1, heads, length, length]``, and with T5's bias. `jax.nn`
-receives T5's bias as an array, which is looked up in the table. The backward pass computes all
-gradients, including the gradient of the bias or of the table.
+With `--functions`, the script compares the function `dot_product_attention` with
+`jax.nn.dot_product_attention` instead. It compares them without a bias, with a learned bias ``[1,
+heads, length, length]``, and with T5's bias. `jax.nn` receives T5's bias as an array, which is
+looked up in the bias table. The backward pass computes all gradients, including the gradient of the
+bias or of the bias table.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class Case:
     Attributes:
       name: the name in the table.
       apply: the function ``(params, x, lengths) → y``. x and y are ``[batch, length, d_model]``.
-        With `--functions`, they are the query and the output
-        ``[batch, length, heads, head_dim]``.
+        With `--functions`, x and y are the query and the output ``[batch, length, heads,
+        head_dim]``.
       params: the parameters.
-      reference: whether the others may be compared with it.
+      reference: whether other cases may be compared with this case.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Case:
 
 
 def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Dot-product attention as in a textbook."""
+    """Computes dot-product attention as in a textbook."""
     q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n]) for n in "qkv")
     logits = jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5
     if "bias" in params:
@@ -87,7 +88,7 @@ def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Ar
     """Returns the sub-layer of a function such as `jax_attention`, which computes in x's dtype."""
 
     def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Projects x, applies the function, and projects its result."""
+        """Projects x, applies the function, and projects the result of the function."""
         q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n].astype(x.dtype)) for n in "qkv")
         y = function(params | {"key": k, "value": v}, q, lengths)
         return jnp.einsum("bqhe,hed->bqd", y, params["o"].astype(x.dtype))
@@ -96,7 +97,7 @@ def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Ar
 
 
 def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Random attention as in public implementations, which broadcast the logits over the batch."""
+    """Computes Random attention like public implementations, which broadcast over the batch."""
     v = jnp.einsum("bnd,dhe->bnhe", x, params["v"])
     allowed = (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None]
     weights = jax.nn.softmax(jnp.where(allowed, params["table"], -1e9))
@@ -120,7 +121,7 @@ class WithBias(nn.Module):
 
 
 def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
-    """Returns the candidates for the reference, and a public implementation of Random attention."""
+    """Returns cases that may become the reference, and a public form of Random attention."""
     width, heads, head_dim, length = args.d_model, args.heads, args.head_dim, args.length
     keys = jax.random.split(key, 6)
     params = {
@@ -145,7 +146,7 @@ def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> l
         )
 
         def flax_attention(p: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-            """Flax's attention with a mask of padding."""
+            """Applies Flax's attention with a padding mask."""
             allowed = (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None]
             return module.apply(p, x, mask=allowed)
 
@@ -164,7 +165,7 @@ VARIANTS: dict[str, Callable[[int], Any]] = {
     "Gaussian": lambda n: Gaussian(offsets=(-1, 1)),
     "LightweightConvolution": lambda n: LightweightConvolution(),
 }
-"""Functions that make an alignment of an `Attention`, or a mixer, from the number of positions."""
+"""Functions that make a mixer or an `Attention`'s alignment for a number of positions."""
 
 
 def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.Module:
@@ -189,7 +190,7 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
             def apply(
                 p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer
             ) -> jax.Array:
-                """Applies the layer with a mask of padding."""
+                """Applies the layer with a padding mask."""
                 return layer.apply(p, x, mask=Mask(key_lengths=lengths))
 
             suffix = "" if implementation == "auto" else f" ({implementation})"
@@ -199,7 +200,7 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
 
 
 def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
-    """Returns the bias as an array ``[1, heads, length, length]``, or None if there is none.
+    """Returns the bias as an array ``[1, heads, length, length]``, or None without a bias.
 
     T5's bias is looked up in its table, in the query's dtype.
     """
@@ -211,7 +212,7 @@ def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
     table = params["table"].astype(query.dtype)
     if jax.default_backend() != "gpu":
         return table[:, buckets][None]
-    # The gradient of such a lookup takes 0.4 s on an H200, so T5X multiplies one-hot vectors.
+    # Multiply one-hot vectors, as T5X does. The gradient of a lookup would take 0.4 s on an H200.
     one_hot = jax.nn.one_hot(buckets, 32, dtype=table.dtype)
     return jnp.einsum("hn,qkn->hqk", table, one_hot)[None]
 
@@ -219,7 +220,7 @@ def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
 def jax_attention(
     params: Any, query: jax.Array, lengths: jax.Array, implementation: str = "xla"
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`, with T5's bias as an array."""
+    """Calls `jax.nn.dot_product_attention`, with T5's bias as an array."""
     return jax.nn.dot_product_attention(
         query,
         params["key"],
@@ -231,7 +232,7 @@ def jax_attention(
 
 
 def our_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
-    """`dot_product_attention` of this package."""
+    """Calls this package's `dot_product_attention`."""
     if "table" in params:
         bias = relative_bias(params["table"])
     else:
@@ -265,7 +266,7 @@ def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -
 
 
 def compile_case(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
-    """Compiles a case. With `backward`, it computes the gradients of parameters and input."""
+    """Compiles a case. With `backward`, the gradients of parameters and input are computed."""
 
     def loss(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Returns the mean square of the outputs."""

@@ -1,26 +1,29 @@
-"""Trains tiny models with random combinations of settings, and checks how each of them ends.
+"""Trains tiny models with random combinations of settings, and checks how every run ends.
 
     python benchmarks/combinations.py --seed 1 --count 100 --directory runs/combinations
     python benchmarks/combinations.py --seed 1 --only 17 --directory runs/combinations
 
-Every combination of a model and of settings depends only on the seed and its number. It is trained
-for three steps and killed by SIGKILL, then continued to its end, evaluated, used and exported. A
-training may also refuse its settings, with one sentence and before anything is written. These
-things are compared:
+Every combination of a model and of settings depends only on the seed and its number. The model is
+trained for three steps and killed by SIGKILL. Then it is trained to the end, evaluated, used and
+exported. A training run may also refuse its settings. It must then print one sentence and write
+nothing. The script compares the following things:
 
-- A second run that is not killed must read the same batches and have the same losses. If it has the
-  same settings, all numbers must be equal to the last bit. If it has other settings that change
-  nothing mathematically, they must be equal within a tolerance.
-- The loss of the first batch must be the loss of the same examples in other rows. Packed examples
-  are each put into a row of their own. Other rows get another order and more padding.
+- A second run that is not killed must read the same batches and have the same losses. If the second
+  run has the same settings, all numbers must be equal to the last bit. If the second run has other
+  settings that change nothing mathematically, all numbers must be equal within a tolerance.
+- The loss of the first batch must equal the loss of the same examples in other rows. Packed
+  examples are each put into a separate row. Rows that are not packed get another order and more
+  padding.
 - Averaged parameters (`training.ema`) must follow a formula in NumPy.
-- `eval` must find what the run has found at its end.
-- `generate` must give the same texts for another batch size, and so must an exported program.
-- A folder of transformers or T5X must be converted back to the same parameters.
+- `eval` must report the same results as the last evaluation of the run.
+- `generate` must give the same texts for another batch size. An exported program must also give
+  these texts.
+- An exported folder in the format of transformers or T5X must be converted back to the same
+  parameters.
 
-A combination that ends in any other way is *wrong*. It is printed with the command that repeats it.
-When a combination ends, its result is written to ``results-SEED.jsonl`` in the directory, and the
-same command continues there after an interruption.
+A combination that ends in any other way is *wrong*. The script prints a wrong combination with the
+command that repeats it. When a combination ends, its result is written to ``results-SEED.jsonl`` in
+the directory, and the same command continues with the next combination after an interruption.
 
 `combinations_drawing.py` draws the combinations, `combinations_attempt.py` runs and kills them, and
 `combinations_checks.py` compares numbers.
@@ -44,7 +47,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Compiling takes longer than computing here; tests/conftest.py has the same flags.
+# These flags make compilation faster, because compiling the tiny models takes longer than running
+# them. The file tests/conftest.py has the same flags.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
@@ -61,7 +65,7 @@ from synthesizer_jax.costs import utilization
 from synthesizer_jax.serving import programs
 
 ENDS = ("complete", "refused", "wrong")
-"""How a combination can end."""
+"""The ways in which a combination can end."""
 
 
 def main() -> None:
@@ -73,12 +77,12 @@ def main() -> None:
         return
 
     jax.config.update("jax_compilation_cache_dir", str(args.directory / "compiled"))
-    utilization.SIDE["cpu"] = 64  # the side of the matrix product that every run measures
-    programs.PLATFORMS = ("cpu",)  # type: ignore[assignment]  # of exported programs
+    utilization.SIDE["cpu"] = 64  # makes the matrix product that every run measures smaller
+    programs.PLATFORMS = ("cpu",)  # type: ignore[assignment]  # platforms of exported programs
     make_inputs(args.directory)
     import_modules(args.directory)
     gc.freeze()
-    gc.set_threshold(50_000)  # tracing makes many objects that stay alive
+    gc.set_threshold(50_000)  # tracing makes many objects that remain alive
 
     file = args.directory / f"results-{args.seed}.jsonl"
     finished = read_results(file)
@@ -116,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_groups(numbers: Sequence[int], args: argparse.Namespace) -> list[list[int]]:
-    """Divides numbers into groups with the same number of devices, the smallest numbers first."""
+    """Divides combinations into groups with the same number of devices, in ascending order."""
     groups: list[list[int]] = []
     open_groups: dict[int, list[int]] = {}
     for number in numbers:
@@ -147,7 +151,7 @@ def run_groups(groups: Sequence[list[int]], file: pathlib.Path, args: argparse.N
 
 
 def print_result(result: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """Prints how a combination has ended, and how to repeat it if it is wrong."""
+    """Prints how a combination has ended, and the command that repeats it if it is wrong."""
     number, end = result["number"], result["end"]
     print(number, end, f"{result['seconds']} s", result["twin"], flush=True)
     if end == "wrong":
@@ -161,13 +165,13 @@ def again(args: argparse.Namespace, number: int) -> str:
 
 
 def read_results(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """Returns the last result of every combination, by number."""
+    """Returns the last result of every combination, by the number of the combination."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {result["number"]: result for result in map(json.loads, lines)}
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the tables of how combinations ended and of how far the second runs differ."""
+    """Returns tables that show how combinations ended and how much the second runs differ."""
     rows = []
     for kind in dict.fromkeys(kind_of(result) for result in results):
         counts = collections.Counter(r["end"] for r in results if kind_of(r) == kind)
@@ -188,7 +192,7 @@ def tables(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def kind_of(result: Mapping[str, Any]) -> str:
-    """Returns the kind of the model of a result."""
+    """Returns the kind of model that a result belongs to."""
     return result["recipe"].split(":")[0]
 
 

@@ -1,7 +1,7 @@
 """Trains, kills, continues and uses the run of a combination, and checks how each part ends.
 
 Several combinations with the same number of devices share the processes of `attempt_group`, because
-most of the time would be spent on starting them.
+starting the processes would take most of the time.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
 KILL_AT = 4
-"""The number of the step before which a run is killed."""
+"""A run is killed before the step with this number."""
 
 TEXTS = ["review: nice film 3", "reverse: a b c", "the"]
-"""Inputs for which texts are generated."""
+"""The inputs for which texts are generated."""
 
 BEGINNINGS = ["a b c", "the", "a"]
-"""Beginnings of texts, which models without inputs continue."""
+"""The beginnings of texts that models without inputs continue."""
 
 
 class Attempt:
-    """Everything that is done with a combination, in a directory of its own.
+    """An attempt at one combination, which has its own directory.
 
     Attributes:
       combination: the combination.
@@ -65,7 +65,7 @@ class Attempt:
       place: the directory of this attempt.
       notes: facts for the results, such as the sentence of a refusal.
       end: ``complete``, ``refused`` or ``wrong``.
-      reason: what is wrong.
+      reason: a description of what is wrong.
     """
 
     def __init__(self, combination: Combination, root: pathlib.Path, place: pathlib.Path):
@@ -83,7 +83,7 @@ class Attempt:
 
     @property
     def has_twin_on_one_device(self) -> bool:
-        """Whether the second run has one device, and so needs another process than the first."""
+        """Whether the second run has one device and therefore needs a different process."""
         return self.combination.twin == "one device"
 
     def arguments(self, workdir: str, extra: Sequence[str] = ()) -> list[str]:
@@ -115,8 +115,8 @@ class Attempt:
         """Raises a `WrongError` unless `call` was successful.
 
         Args:
-          name: the name that `call` got.
-          ended: the exit code of the process in which it was called.
+          name: the name that was passed to `call`.
+          ended: the exit code of the process in which the function was called.
         """
         log, code = self.place / f"{name}.log", self.place / f"{name}.code"
         if not code.exists():
@@ -132,10 +132,10 @@ class Attempt:
         """Checks the run that was killed.
 
         Args:
-          ended: the exit code of its process.
+          ended: the exit code of the process of the run.
 
         Returns:
-          Whether the run can be continued. It cannot if the training has refused its settings.
+          Whether the run can be continued. A run that has refused its settings cannot be continued.
         """
         log, code = self.place / "killed.log", self.place / "killed.code"
         if ended != -signal.SIGKILL:
@@ -143,7 +143,7 @@ class Attempt:
         if not code.exists():
             return True
         if code.read_text() == "0" and self.combination.get("evaluation.patience"):
-            return True  # it stopped early, before it was killed
+            return True  # the run stopped early, before it was killed
         check_refusal(int(code.read_text()), log)
         written = files_of(self.place) - {log, code}
         if written:
@@ -153,7 +153,7 @@ class Attempt:
         return False
 
     def wait_until_saved(self) -> None:
-        """Waits for the checkpoint of the steps so far, if the combination asks for it."""
+        """Waits for the checkpoint of the last step, if the combination has the flag `saved`."""
         every = int(self.combination.get("training.save_every"))
         newest = (KILL_AT - 1) // every * every
         path = self.place / "killed" / "checkpoints" / str(newest)
@@ -164,14 +164,15 @@ class Attempt:
     def train_twin(self) -> int:
         """Trains the second run without interruption, and returns its exit code.
 
-        It checks the loss of the first batch in other rows, and the averages of the parameters. To
-        save time, it evaluates nothing, unless evaluations decide when it stops.
+        The method checks the loss of the first batch in other rows, and the averages of the
+        parameters. To save time, the second run is evaluated only if evaluations decide when it
+        stops.
         """
         states: list[Any] = []
         step = Trainer.step
 
         def watching_step(trainer: Trainer, state: TrainState, batch: Any) -> Any:
-            """Makes a step and checks it."""
+            """Makes a training step and checks its result."""
             if not states:
                 if self.combination.compares_rows:
                     compare_rows(trainer, state, batch)
@@ -194,7 +195,7 @@ class Attempt:
             return command(self.arguments("twin", self.combination.twin_settings))
 
     def compare_with_twin(self) -> None:
-        """Compares what both runs have logged."""
+        """Compares the logs of both runs."""
         self.notes["difference"] = compare_records(
             self.records("killed"),
             self.records("twin"),
@@ -203,7 +204,7 @@ class Attempt:
         )
 
     def records(self, workdir: str) -> list[dict[str, Any]]:
-        """Returns what a run has logged about its steps."""
+        """Returns the records of steps in the log of a run."""
         records = read_metrics(self.place / workdir / METRICS_FILE)
         return [record for record in records if record["kind"] == "train"]
 
@@ -242,7 +243,7 @@ class Attempt:
         return 0
 
     def commands(self) -> dict[str, list[str]]:
-        """Returns the commands that continue and use the run, by their names in the results."""
+        """Returns the commands that continue and use the run, by the names of the commands."""
         run = str(self.place / "killed")
         commands = {
             "train": self.arguments("killed"),
@@ -258,7 +259,7 @@ class Attempt:
         return commands
 
     def check_codes(self) -> None:
-        """Raises a `WrongError` unless all commands succeeded or refused what they cannot do."""
+        """Raises a `WrongError` unless every command succeeded or refused what it cannot do."""
         for line in (self.place / "codes.jsonl").read_text().splitlines():
             name, code, last, has_traceback = json.loads(line)
             refused = code == 2 and is_sentence(last) and name not in ("train", "eval")
@@ -275,7 +276,7 @@ class Attempt:
             )
 
     def check_export(self, exported: pathlib.Path) -> None:
-        """Compares what was exported with the run."""
+        """Compares the exported files with the run."""
         kind = self.combination.export[1]
         if kind == "stablehlo":
             self.check_program(exported)
@@ -283,7 +284,7 @@ class Attempt:
             self.check_folder(exported, kind)
 
     def check_folder(self, exported: pathlib.Path, kind: str) -> None:
-        """Converts a folder of transformers or T5X back, and compares the parameters."""
+        """Converts an exported folder back, and compares its parameters with those of the run."""
         import synthesizer_jax as sj
         from synthesizer_jax.models import unroll_variables
 
@@ -301,14 +302,15 @@ class Attempt:
         )
 
     def check_program(self, exported: pathlib.Path) -> None:
-        """Compares the texts of an exported program with those of the run, for greedy decoding."""
+        """Compares the greedily decoded texts of an exported program with those of the run."""
         if self.combination.generate != []:
             return
         from synthesizer_jax.serving.load import Model
 
         found = [" ".join(text.splitlines()) for text in Model(exported).generate(self.texts)]
         written = (self.place / f"texts-{self.combination.batch_sizes[0]}").read_text().splitlines()
-        # A program may continue a text for longer than the command, which fills a row of training.
+        # An exported program may generate a longer text than the command, which stops when a row of
+        # the training length is full.
         continues = self.combination.kind == "text_lm"
         for ours, theirs in zip(found, written, strict=True):
             if not (ours.startswith(theirs) if continues else ours == theirs):
@@ -318,8 +320,9 @@ class Attempt:
 def kill_all(attempts: Sequence[Attempt]) -> int:
     """Trains in this process until it is killed in the middle of all runs.
 
-    The runs are nested: when one comes to the step before which it is killed, the next one starts.
-    If every run had a process of its own, most of the time would be spent on starting them.
+    The runs are nested. When a run reaches the step before which it is killed, the next run starts.
+    All runs share one process, because starting a process for every run would take most of the
+    time.
     """
     step = Trainer.step
 
@@ -327,7 +330,7 @@ def kill_all(attempts: Sequence[Attempt]) -> int:
         """Starts the runs from an index on, and then kills this process."""
         for number in range(index, len(attempts)):
             one = attempts[number]
-            made: list[None] = []  # as many elements as the run has started steps
+            made: list[None] = []  # has an element for every started step
 
             def killing_step(
                 trainer: Trainer,
@@ -337,7 +340,7 @@ def kill_all(attempts: Sequence[Attempt]) -> int:
                 one: Attempt = one,
                 made: list[None] = made,
             ) -> Any:
-                """Makes a step, or starts the next run instead of the step before which it ends."""
+                """Makes a step, or starts the next run instead if this run ends before the step."""
                 made.append(None)
                 if len(made) == KILL_AT:
                     one.wait_until_saved()
@@ -345,7 +348,8 @@ def kill_all(attempts: Sequence[Attempt]) -> int:
                 return step(trainer, state, batch)
 
             Trainer.step = killing_step  # type: ignore[method-assign]
-            # It returns only if the training has refused its settings, or has stopped early.
+            # This call returns only if the training run has refused its settings or has stopped
+            # early.
             one.call("killed", functools.partial(command, one.arguments("killed")))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -364,18 +368,19 @@ def continue_all(attempts: Sequence[Attempt]) -> int:
 
 
 def train_twins(attempts: Sequence[Attempt]) -> int:
-    """Trains the second runs that have one device."""
+    """Trains all second runs that use one device."""
     for one in attempts:
         one.call("twin", one.train_twin)
     return 0
 
 
 def passing(attempts: Sequence[Attempt], check: Callable[[Attempt], bool]) -> list[Attempt]:
-    """Returns the attempts for which a check is true, and marks those for which it raises an error.
+    """Returns the attempts that pass a check, and marks attempts whose check raises an error.
 
     Args:
       attempts: the attempts to check.
-      check: returns whether to go on with an attempt. A `WrongError` means that it is wrong.
+      check: a function that returns whether to go on with an attempt. If it raises a `WrongError`,
+        the attempt is wrong.
     """
     passed = []
     for one in attempts:
@@ -388,10 +393,10 @@ def passing(attempts: Sequence[Attempt], check: Callable[[Attempt], bool]) -> li
 
 
 def attempt_group(numbers: Sequence[int], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Does everything with some combinations that have the same number of devices.
+    """Makes the attempts of several combinations that have the same number of devices.
 
     Returns:
-      A result for each combination, as it is written to the file of results.
+      A result for each combination, in the form that is written to the file of results.
     """
     attempts = []
     for number in numbers:
@@ -422,15 +427,15 @@ def attempt_group(numbers: Sequence[int], args: argparse.Namespace) -> list[dict
 
 
 def continue_group(attempts: Sequence[Attempt], log: pathlib.Path, devices: int) -> list[Attempt]:
-    """Continues and uses the runs of attempts, trains their second runs, and checks all of this.
+    """Continues and uses the runs of attempts, trains their second runs, and checks the runs.
 
     Returns:
-      The attempts of which nothing is wrong.
+      The attempts that are not wrong.
     """
     ended = in_child(functools.partial(continue_all, attempts), log, devices)
 
     def check_used(one: Attempt) -> bool:
-        """Checks how an attempt was continued and used."""
+        """Checks whether an attempt was continued and used correctly."""
         one.check("resumed", ended)
         one.check_codes()
         return True

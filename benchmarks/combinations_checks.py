@@ -1,4 +1,4 @@
-"""Checks the runs of `combinations.py`: compares numbers, and reads logs and refusals."""
+"""Checks the runs of `combinations.py` by comparing numbers and reading logs and refusals."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from synthesizer_jax.training.step import TrainState, loss_sums
 from synthesizer_jax.training.trainer import Trainer
 
 TOLERANCES = {"bfloat16": 0.05, "first step": 2e-4, "other steps": 5e-3}
-"""The largest relative differences between the losses of two runs that are equal mathematically."""
+"""The largest allowed relative differences between losses that are mathematically equal."""
 
 
 class WrongError(Exception):
-    """A combination did not end as it should."""
+    """The error that is raised if a combination did not end as it should."""
 
 
 def to_host(tree: Any) -> Any:
-    """Returns copies of arrays as NumPy arrays, whose memory later steps do not reuse."""
+    """Returns copies of arrays as NumPy arrays. Later steps do not reuse the memory of a copy."""
     return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
 
 
@@ -89,7 +89,7 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
         return [float(x) for x in (sums.loss, sums.z_loss, sums.weight)]
 
     found, expected = losses(batch, segments), losses(other, None)
-    # A ponder cost would differ, because it is a mean over rows. These sums do not include it.
+    # The sums do not include a ponder cost, because it is a mean over rows and would differ.
     tolerance = 0.03 if "bfloat16" in str(model.dtype) else 2e-4
     if not np.allclose(found, expected, rtol=tolerance, atol=1e-3):
         raise WrongError(
@@ -98,7 +98,7 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
 
 
 def unpacked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the examples of packed rows, each in a row of its own."""
+    """Returns the examples of packed rows, with one example in each row."""
     rows = collections.defaultdict[str, list[np.ndarray]](list)
     sides = {
         "encoder_input_tokens": "encoder",
@@ -116,7 +116,7 @@ def unpacked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def repadded(batch: dict[str, np.ndarray], padding: int) -> dict[str, np.ndarray]:
-    """Returns the same rows from the last to the first, with more padding at their ends."""
+    """Returns rows in reverse order, with more padding at the end of each row."""
     other = {}
     has_classes = batch["decoder_target_tokens"].shape[1] == 1
     for name, values in batch.items():
@@ -136,19 +136,19 @@ def compare_records(
     *,
     is_bfloat16: bool,
 ) -> float:
-    """Compares what two runs have logged about their steps.
+    """Compares the records of steps in the logs of two runs.
 
     Args:
       ours: the records of the run that was killed.
       theirs: the records of the second run.
-      twin: the name of the second run. If it is ``same``, all numbers must be exactly equal.
+      twin: the name of the second run. If the name is ``same``, all numbers must be exactly equal.
       is_bfloat16: whether the model computes in bfloat16.
 
     Returns:
       The largest relative difference of a loss.
 
     Raises:
-      WrongError: the runs have other steps or batches, or a number differs too much.
+      WrongError: if the steps or the batches of the runs differ, or if a number differs too much.
     """
     steps = [[record["step"] for record in records] for records in (ours, theirs)]
     if steps[0] != steps[1]:
@@ -171,13 +171,13 @@ def compare_records(
             if name == "loss":
                 worst = max(worst, difference)
             allowed = 4 * tolerance if name == "gradient_norm" else tolerance
-            if not difference <= allowed:  # also if it is not a number
+            if not difference <= allowed:  # true also for NaN
                 raise WrongError(f"{name} of step {a['step']} is {x}, and {y} in the twin {twin!r}")
     return worst
 
 
 def compare_results(found: Any, expected: Any, what: str, path: str = "") -> None:
-    """Raises a `WrongError` if results of an evaluation differ by more than rounding."""
+    """Raises a `WrongError` if the results of two evaluations differ by more than rounding."""
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
         for name, value in expected.items():
             compare_results(found[name], value, what, f"{path}.{name}")
@@ -198,7 +198,7 @@ def last_line(log: pathlib.Path) -> str:
 
 
 def is_sentence(line: str) -> bool:
-    """Whether an error is one line that the program wrote itself."""
+    """Returns whether an error is a single line that the program itself has written."""
     return line.startswith("error: ") and program.TRACEBACK not in line
 
 

@@ -1,6 +1,6 @@
 """Draws random combinations of a model and of the settings of its run.
 
-A combination depends only on a seed and on its number, so that `combinations.py` can repeat it.
+A combination depends only on a seed and on a number, so that `combinations.py` can repeat it.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ BASES = (
     "classifier:frv:v:gated+sinusoidal",
     "masked_lm:talking:v:relu+bias",
 )
-"""Models of which a checkpoint is made once, for adapters and for `init_from`."""
+"""Models that are trained once, so that adapters and `init_from` can use their checkpoints."""
 
 ELEMENTWISE = ("AdamW", "sgd", "adam", "adamax", "rmsprop", "adagrad")
-"""Optimizers that update every number by itself, so that they do not notice stacked parameters."""
+"""Optimizers that update every number separately, so that stacking parameters has no effect."""
 
 
 @dataclasses.dataclass
 class Combination:
-    """A model, the settings of its run, and what is done with the run.
+    """A combination of a model, the settings of its run, and the uses of the run.
 
     Attributes:
       recipe: the arguments of the recipe, ``KIND:ENCODER:DECODER:OPTIONS``.
-      settings: all other settings as ``path=value``. The directory of the base models takes the
-        place of ``{}``.
+      settings: all other settings as ``path=value``. ``{}`` stands for the directory of the base
+        models.
       devices: the number of simulated devices.
       saved: whether the run is killed only after its checkpoint is complete.
       twin: the name of the second run, which says how it differs.
       twin_settings: the settings of the second run that differ.
-      generate: the options of `generate`. None means that it is not called.
-      batch_sizes: the batch sizes with which texts are generated. All must give the same texts.
+      generate: the options of `generate`. None means that `generate` is not called.
+      batch_sizes: the batch sizes with which texts are generated. All batch sizes must give the
+        same texts.
       export: the options of `export`.
     """
 
@@ -69,14 +70,15 @@ class Combination:
 
     @property
     def kind(self) -> str:
-        """The kind of the model."""
+        """The kind of model that is trained."""
         return self.recipe.split(":")[0]
 
     @property
     def compares_rows(self) -> bool:
         """Whether the loss is also computed with the same examples in other rows.
 
-        This is done for all packed rows, and for about half of the other runs.
+        The loss is computed again for all runs with packed rows, and for about half of the other
+        runs.
         """
         return self.get("data.pack") == "true" or self.get("data.seed") == "1"
 
@@ -96,11 +98,11 @@ class Draw:
         self._random = np.random.default_rng((seed, number))
 
     def chance(self, probability: float) -> bool:
-        """Returns True with a probability."""
+        """Returns True with the given probability."""
         return bool(self._random.random() < probability)
 
     def choice(self, options: Sequence[Any]) -> Any:
-        """Returns one of several options, which are equally likely."""
+        """Returns one of several equally likely options."""
         return options[int(self._random.integers(len(options)))]
 
     def weighted(self, options: Mapping[Any, float]) -> Any:
@@ -109,12 +111,12 @@ class Draw:
         return names[int(self._random.choice(len(names), p=weights / weights.sum()))]
 
     def subset(self, options: Mapping[str, float]) -> list[str]:
-        """Returns some of the keys, each with the probability that is its value."""
+        """Returns a random subset of the keys. The value of a key is its probability."""
         return [name for name, probability in options.items() if self.chance(probability)]
 
 
 def draw_combination(seed: int, number: int) -> Combination:
-    """Returns the combination with a number."""
+    """Returns the combination that has the given number."""
     draw = Draw(seed, number)
     start = draw.weighted({"fresh": 0.7, "adapters": 0.15, "init_from": 0.15})
     has_base = start != "fresh"
@@ -172,7 +174,7 @@ def draw_model(draw: Draw) -> str:
 
 
 def draw_data(draw: Draw, kind: str) -> list[str]:
-    """Returns settings of the data."""
+    """Returns settings of the training data."""
     settings = [
         f"data.batch_size={draw.choice([8, 16, 16])}",
         f"data.shards={draw.choice([1, 2, 4, 8])}",
@@ -208,7 +210,7 @@ def draw_data(draw: Draw, kind: str) -> list[str]:
 
 
 def draw_mixture(draw: Draw) -> tuple[str, list[str]]:
-    """Returns a mixture for a model with inputs and targets, and the settings for it."""
+    """Returns a mixture for a model with inputs and targets, and the settings of the mixture."""
     mixture = draw.weighted({"sentiment": 2, "reverse": 2, "synthetic_quickstart": 2, "texts": 2})
     settings = [f"data.mixture={mixture}"]
     if mixture == "synthetic_quickstart":
@@ -229,7 +231,7 @@ def draw_structure(draw: Draw, recipe: str, *, has_base: bool) -> list[str]:
         if draw.chance(0.05 if shared else 0.35):
             settings.append(f"model.{stack}.scan=true")
         elif not has_base and draw.chance(0.7):
-            settings.append(f"model.{stack}.runs.0.repeats=1")  # layers take time to trace
+            settings.append(f"model.{stack}.runs.0.repeats=1")  # tracing more layers takes time
         if draw.chance(0.35):
             policy = draw.choice(["full", "dots", "dots_with_no_batch_dims"])
             settings.append(f"model.{stack}.remat={policy}")
@@ -251,7 +253,7 @@ def stacks_of(kind: str) -> tuple[str, ...]:
 
 
 def draw_mesh(draw: Draw) -> list[str]:
-    """Returns settings of the mesh. There are none for a run on one device."""
+    """Returns settings of the mesh, which are empty for a run on one device."""
     meshes: dict[tuple[str, ...], float] = {
         (): 9,
         ("mesh.data=8",): 1,
@@ -342,7 +344,7 @@ def draw_optimizer(draw: Draw, start: str) -> dict[str, Any]:
 
 
 def draw_rules(draw: Draw, kind: str) -> list[dict[str, Any]]:
-    """Returns rules for the learning rates of parameters by their path, as JSON."""
+    """Returns rules as JSON, which set learning rates by the paths of parameters."""
     stack = stacks_of(kind)[0]
     rules = draw.choice(
         [
@@ -407,7 +409,7 @@ def draw_export(draw: Draw, kind: str, start: str) -> list[str]:
 
 
 def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, list[str]]:
-    """Returns settings that change nothing mathematically, by the names of the second runs."""
+    """Returns settings of second runs by name, which change nothing mathematically."""
     stacks = [f"model.{stack}" for stack in stacks_of(combination.kind)]
     has_dropout = any(".dropout_rate=" in setting for setting in combination.settings)
     twins: dict[str, list[str]] = {"same": [], "remat": []}
@@ -428,7 +430,7 @@ def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, li
         if batch // 2 % parts == 0:
             twins["another mesh"] = [*reset, "mesh.data=2", "mesh.tensor=4"]
 
-    # Only a run that starts from a checkpoint has the same parameters with and without `scan`.
+    # The parameters are the same with and without `scan` only if the run starts from a checkpoint.
     optimizer = json.loads(combination.get("training.optimizer"))
     name = optimizer.get("name", optimizer["type"])
     has_rules = bool(combination.get("training.rules"))

@@ -1,4 +1,4 @@
-"""Makes what the runs of `combinations.py` share: data, base models and the list of modules."""
+"""Makes the data, the base models and the list of modules for the runs of `combinations.py`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def base_directory(root: pathlib.Path, base: str) -> pathlib.Path:
 def make_data(root: pathlib.Path) -> int:
     """Writes and prepares the data sets, and returns an exit code.
 
-    It is called in a process of its own, because it needs TensorFlow.
+    The function is called in a separate process, because it needs TensorFlow.
     """
     from synthesizer_jax.preparation import synthetic
 
@@ -82,7 +82,7 @@ def make_data(root: pathlib.Path) -> int:
 
 
 def make_rows() -> dict[str, list[dict[str, str]]]:
-    """Returns the rows of three tasks: sentiment, reversing words, and texts without inputs."""
+    """Returns the rows of a sentiment task, a task of reversing words, and a task of texts."""
     rows: dict[str, list[dict[str, str]]] = {"sentiment": [], "reverse": [], "texts": []}
     random = np.random.default_rng(0)
     for number in range(480):
@@ -103,7 +103,7 @@ def tasks_of_quickstart() -> tuple[str, ...]:
 
 
 def import_modules(root: pathlib.Path) -> None:
-    """Imports the modules that the commands import, once instead of in every child process.
+    """Imports the modules of the commands once, so that child processes need not import them.
 
     A first child process runs some commands and lists its modules in a file.
     """

@@ -23,13 +23,13 @@ SECONDS = 1800
 
 
 def in_child(function: Callable[[], int], log: pathlib.Path, devices: int) -> int:
-    """Calls a function in a forked process, and returns the exit code of this process.
+    """Calls a function in a forked process, and returns the exit code of the forked process.
 
     The parent process has imported all modules, but has not started JAX's devices, so that every
-    child can have another number of them.
+    child process can have a different number of devices.
 
     Args:
-      function: returns the exit code.
+      function: a function that returns the exit code.
       log: the file to which the child process prints.
       devices: the number of simulated devices of the child process.
     """
@@ -83,7 +83,7 @@ def command(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def captured_errors(errors: io.StringIO) -> Iterator[None]:
-    """Context manager that collects what is printed or logged as an error."""
+    """Context manager that collects all errors that are printed or logged."""
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, [logging.StreamHandler(errors)]
     try:

@@ -1,4 +1,4 @@
-"""The recipe of `combinations.py`: a tiny model of any kind, with any way to mix tokens.
+"""Defines the recipe of `combinations.py`, a tiny model of any kind with any mixer.
 
 synthesizer-jax train benchmarks/combinations_run.py:default:prefix_lm:rv:rv:gated+bias --set …
 """
@@ -55,7 +55,7 @@ register_mesh_axis("expert", "mlp")
 
 SIZE = Size(d_model=16, layers=2, d_ff=32, heads=4, head_dim=4)
 POSITIONS = 72
-"""The number of positions of tables: inputs, targets, and the padding that `repadded` adds."""
+"""The number of positions in tables, which includes the padding that `repadded` adds."""
 
 VOCAB_SIZE = 384
 INPUTS, TARGETS = 32, 16
@@ -64,12 +64,12 @@ CLASSES = ("bad", "good")
 
 
 def _heads(**options: object) -> Callable[[bool], Mixer]:
-    """Returns a function that makes an `Attention` with some options, causal or not."""
+    """Returns a function that makes a causal or bidirectional `Attention` with some options."""
     return lambda causal: Attention(SIZE.heads, SIZE.head_dim, **options)  # type: ignore[arg-type]
 
 
 def _talking(**options: object) -> Callable[[bool], Mixer]:
-    """Returns a function that makes `TalkingHeads` with some options, causal or not."""
+    """Returns a function that makes causal or bidirectional `TalkingHeads` with some options."""
     heads, head_dim = SIZE.heads, SIZE.head_dim
     return lambda causal: TalkingHeads(heads, head_dim, **options)  # type: ignore[arg-type]
 
@@ -115,7 +115,7 @@ MIXERS: dict[str, Callable[[bool], Alignment | Mixer]] = {
     ),
     "token": lambda causal: TokenFeedForward(SIZE.d_ff, SIZE.heads, SIZE.head_dim),
 }
-"""Ways to mix tokens, as functions of whether the stack is causal."""
+"""Functions that make mixers. Their argument says whether the stack is causal."""
 
 
 def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
@@ -126,9 +126,9 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
         without inputs), ``classifier`` or ``masked_lm``.
       encoder: a name of `MIXERS` for the encoder, or for the only stack of other models.
       decoder: a name of `MIXERS` for the decoder of an encoder-decoder.
-      options: words joined by ``+``. ``gated`` makes feed-forward layers gated; ``bias``,
-        ``sinusoidal`` and ``learned`` are kinds of positions; ``universal`` and ``halting`` share
-        the parameters of all layers; ``capped`` bounds the logits of the output.
+      options: words joined by ``+``. ``gated`` makes feed-forward layers gated. ``bias``,
+        ``sinusoidal`` and ``learned`` are kinds of positions. ``universal`` and ``halting`` share
+        the parameters of all layers. ``capped`` bounds the output logits.
     """
     words = set(options.split("+"))
     causal = kind in ("language_model", "prefix_lm", "text_lm")
@@ -152,7 +152,7 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
     data = DataConfig("sentiment", INPUTS, TARGETS, batch_size=BATCH)
 
     model: TextToText | Encoder = pair.copy(logits_soft_cap=cap)
-    stack = pair.encoder  # the only stack of all other models
+    stack = pair.encoder  # all other models have only this stack
     shared = {"vocab_size": VOCAB_SIZE, "d_model": SIZE.d_model}
     if causal:
         if stack.bias is not None:
@@ -180,7 +180,7 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
 
 
 def _universal(stack: Stack, threshold: float | None) -> UniversalStack:
-    """Returns a stack like another one, but with one set of parameters for all layers."""
+    """Returns a copy of a stack in which all layers share one set of parameters."""
     runs = (Run(stack.runs[0].block, stack.num_layers),)
     return UniversalStack(
         runs, bias=stack.bias, positions=stack.positions, halting_threshold=threshold

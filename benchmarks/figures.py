@@ -19,26 +19,28 @@ COLORS = {
     "line": ("#a9b3bd", "#6b7682"),
     "text": ("#1c232a", "#dde4ea"),
 }
-"""The colors of figures by name, each for a light and for a dark background."""
+"""The colors of figures by name. Each has a value for light and for dark backgrounds."""
 
 OURS, OTHER, BASELINE, LINE = (f"#0000c{i}" for i in range(4))
-"""Colors to draw with.
+"""The colors that figures are drawn with.
 
-They are placeholders. `save` replaces them with those of `COLORS`, which depend on the color
-scheme.
+These colors are placeholders. `save` replaces them with the colors of `COLORS`, which depend on the
+color scheme.
 """
 
 NARROW = "-narrow"
-"""The end of the names of figures for narrow screens."""
+"""The suffix of the names of figures for narrow screens."""
 
 
 def save(draw: Callable[[bool], Figure], path: pathlib.Path) -> None:
     """Writes a figure for wide screens, and ``NAME-narrow.svg`` for narrow screens such as phones.
 
-    The background is transparent, and text stays text. The same numbers make the same files.
+    The background is transparent, and the SVG keeps text as text. The same numbers always give the
+    same files.
 
     Args:
-      draw: returns the figure. Its argument is whether the figure is for narrow screens.
+      draw: a function that returns the figure. Its argument says whether the figure is for narrow
+        screens.
       path: the SVG file of the wide figure.
     """
     style = {

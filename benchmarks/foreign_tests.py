@@ -4,7 +4,8 @@
 
 FOLDER contains, at any depth, linen/linen_attention_test.py and nnx/nn/attention_test.py of Flax's
 tests and nn_test.py of jax's tests, in the versions that are installed. Each file runs unchanged,
-and with each of our layers and functions in place of theirs.
+and once for each of our layers and functions, which then replaces a layer or function of Flax or
+jax.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ SUITES = {
     "nnx/nn/attention_test.py": ("nothing", "nnx.MultiHeadAttention", "attention_fn"),
     "nn_test.py": ("nothing", "dot_product_attention"),
 }
-"""The names of our layers and functions that replace theirs, for each file of tests."""
+"""Our layers and functions that replace those of Flax or jax, for each file of tests."""
 
 CHOSEN = {"nn_test.py": "DotProductAttention"}
-"""The tests to run, for files that also have tests of other things."""
+"""The tests to run in files that also contain tests of other features."""
 
 PLACES = {
     "MultiHeadAttention": "`flax.linen.MultiHeadAttention`",
@@ -39,7 +40,7 @@ PLACES = {
     "dot_product_attention": "`jax.nn.dot_product_attention`",
     "nothing": "",
 }
-"""What each of our layers and functions replaces."""
+"""The layer or function that each of our layers and functions replaces."""
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
     if failures:
         text += "\n\nFailed:\n\n" + "\n".join(failures)
     facts = {name: importlib.metadata.version(name) for name in ("flax", "jax")}
-    sys.argv = ["foreign_tests.py", "FOLDER"]  # as the page shows it
+    sys.argv = ["foreign_tests.py", "FOLDER"]  # the command that the page shows
     report.write("foreign tests", text, result={"rows": rows}, options=args, facts=facts)
 
 
@@ -88,7 +89,7 @@ def run(suite: str, ours: str, file: str) -> None:
         """A plugin of pytest that counts outcomes and collects failures."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            """Counts a test, and also a fixture that has not passed."""
+            """Counts the outcome of a test, or of a fixture that has failed."""
             if report.when == "call" or not report.passed:
                 outcomes[report.outcome] += 1
             if report.failed:
@@ -113,7 +114,7 @@ def substitute(suite: str, ours: str) -> None:
     import synthesizer_jax.linen.functional as replacement
     import synthesizer_jax.nnx as snnx
 
-    # Our functions must still call those of Flax, so they keep a copy of its names.
+    # Our functions must still call the original functions of Flax, so keep a copy of Flax's names.
     replacement.nn = types.SimpleNamespace(**vars(nn))
 
     if ours == "dot_product_attention":
@@ -129,16 +130,16 @@ def substitute(suite: str, ours: str) -> None:
         defaults = {"attention_fn": sj.attention_fn} if ours == "attention_fn" else {}
         base = nn.MultiHeadDotProductAttention if defaults else sj.MultiHeadAttention
         nn.dot_product_attention = defaults.get("attention_fn", nn.dot_product_attention)
-        # Subclasses have the original names, because parameters are named after the class.
+        # Parameters are named after the class, so make subclasses that have the original names.
         for name in ("MultiHeadDotProductAttention", "MultiHeadAttention"):
             fields = {"__annotations__": dict.fromkeys(defaults, Any), **defaults}
             setattr(nn, name, type(name, (base,), fields))
 
 
 def _dot_product_attention(theirs: Any, *arrays: Any, **options: Any) -> Any:
-    """Calls our function, which does not have two of the arguments of jax's function.
+    """Calls our function, which lacks two arguments of jax's function.
 
-    Calls with ``return_residual`` go to jax, and ``implementation`` is ignored.
+    Calls with ``return_residual`` go to jax's function. The argument ``implementation`` is ignored.
     """
     import synthesizer_jax as sj
 

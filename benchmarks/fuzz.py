@@ -1,16 +1,17 @@
-"""Damages inputs of the command line at random, and checks what the command line does with them.
+"""Damages inputs of the command line at random, and checks how the command line handles them.
 
     python benchmarks/fuzz.py --seed 1 --attempts 500 --page docs/reliability.md
 
-A small run, its data, a folder of transformers and a file of rows are made once. Each attempt
-copies them, damages the bytes or a JSON value of one file, and runs the command that reads this
-file in this process. Instead of damaging a file, an attempt may draw a random `--set`. There are
-three outcomes:
+The script first makes a small run, its data, a folder in the format of transformers and a file of
+rows. Each attempt copies these inputs, damages the bytes or a JSON value of one file, and runs the
+command that reads the damaged file in the same process. Instead of damaging a file, an attempt may
+draw a random `--set`. An attempt has one of three outcomes:
 
 - *error*: the command fails with one line that names the file or the field, and changes nothing.
 - *accepted*: the command succeeds.
-- *wrong*: anything else, such as a traceback, an error that names no place, another exit code, a
-  command that hangs, or a failed command that has changed a file. These attempts are printed.
+- *wrong*: the command behaves in any other way. It may, for example, print a traceback or an error
+  that names no place, return another exit code, hang, or fail after changing a file. Wrong attempts
+  are printed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")  # compile everything once
+# The cache keeps programs of any size, so that every program is compiled only once.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import report
 
 SECONDS = 120
-"""The time limit of a command."""
+"""The time limit of a command in seconds."""
 
 VALUES = (
     "-1",
@@ -59,7 +61,7 @@ VALUES = (
     "../..",
     '{"type":"Nobody"}',
 )
-"""The values that fields are set to."""
+"""The values to which fields are set."""
 
 READ_RUN = ["generate", "--workdir", "{}/run", "cola sentence: The dog sleep."]
 EVALUATE = ["eval", "--workdir", "{}/run", "--data-dir", "{}/data", "--max-examples", "4"]
@@ -79,14 +81,14 @@ KINDS: dict[str, tuple[str, list[str]]] = {
     "pretrained": ("folder/*", ["convert", "{}/folder", "{}/converted"]),
     "settings": ("", [*TRAIN, "{}/other"]),
 }
-"""For each kind, the pattern of the files to damage and the command that reads them.
+"""Maps each kind of input to the pattern of its files and the command that reads them.
 
-``{}`` is the directory of all inputs.
+``{}`` stands for the directory of all inputs.
 """
 
 
 class HangError(BaseException):
-    """The time limit is exceeded. It is a `BaseException`, so that no handler catches it."""
+    """The error for an exceeded time limit, a `BaseException` so that no handler catches it."""
 
 
 def main() -> None:
@@ -98,7 +100,8 @@ def main() -> None:
     lines = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         root = pathlib.Path(name)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "compiled")  # before JAX is imported
+        # This variable must be set before JAX is imported.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "compiled")
         inputs = make_inputs(root / "inputs")
         for number in range(args.attempts):
             kind = args.kinds[number % len(args.kinds)]
@@ -107,7 +110,7 @@ def main() -> None:
             damage, outcome, line = attempt(*KINDS[kind], root / "copy", rng)
             shutil.rmtree(root / "copy")
             with contextlib.redirect_stderr(io.StringIO()):
-                gc.collect()  # Orbax's coroutines print their errors when they are collected
+                gc.collect()  # Orbax's coroutines print errors when they are collected
             lines.append(f"{kind} {number}: {damage}: {outcome}: {line}")
             counts[kind][outcome if outcome in counts[kind] else "wrong"] += 1
             if outcome not in counts[kind]:
@@ -122,7 +125,7 @@ def main() -> None:
 
 
 def make_inputs(directory: pathlib.Path) -> pathlib.Path:
-    """Makes the undamaged inputs in a directory, and returns it."""
+    """Makes the undamaged inputs in a directory, and returns the directory."""
     rows = [{"text": f"the film number {i}", "label": ("bad", "good")[i % 2]} for i in range(40)]
     directory.mkdir(parents=True)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -145,13 +148,15 @@ def attempt(
     """Damages an input and runs the command that reads it.
 
     Args:
-      pattern: the pattern of the files of which one is damaged. If it is empty, a `--set` is drawn.
+      pattern: a pattern of files. One of these files is damaged. If the pattern is empty, a random
+        `--set` is drawn instead.
       command: the command.
       directory: the directory of all inputs.
       rng: the random choices of the attempt.
 
     Returns:
-      What was damaged, the outcome, and the last line that the command has printed as an error.
+      A description of the damage, the outcome, and the last line that the command has printed as an
+      error.
     """
     if pattern:
         files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
@@ -163,7 +168,7 @@ def attempt(
         field, value = draw_path(directory, rng), rng.choice(VALUES)
         damage = f"{field}={value}"
         command = [*command, "--set", damage]
-        # An error shows the value without characters that cannot be printed.
+        # An error message shows the value without characters that cannot be printed.
         places = [*field.split(".")[-2:], repr(value)[1:-1][:100]]
     before = contents(directory)
     code, errors = call(command, directory)
@@ -191,7 +196,7 @@ def draw_path(directory: pathlib.Path, rng: random.Random) -> str:
 
 
 def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
-    """Returns the contents of all files, except logs, which may grow, and locks, which remain."""
+    """Returns the contents of all files except logs, which may grow, and locks, which remain."""
     files = (p for p in directory.rglob("*") if p.is_file() and p.suffix not in (".lock", ".jsonl"))
     return {path: path.read_bytes() for path in files}
 
@@ -202,7 +207,8 @@ def call(
     """Runs `synthesizer-jax` in this process.
 
     Returns:
-      The exit code, or ``hang`` if the time limit was exceeded, and what was printed as errors.
+      The exit code, or ``hang`` if the time limit was exceeded, and the text that was printed as
+      errors.
     """
     from synthesizer_jax.cli import main as program
 
@@ -227,7 +233,7 @@ def call(
 
 
 def raise_hang(*_: Any) -> None:
-    """Handles the signal of the time limit."""
+    """Raises a `HangError` when the signal for the time limit arrives."""
     raise HangError
 
 
@@ -252,7 +258,7 @@ def flip_bit(data: bytes, rng: random.Random) -> bytes:
 
 
 def replace_block(data: bytes, rng: random.Random) -> bytes:
-    """Returns the data with a block replaced by zeros, random bytes, nothing, or itself twice."""
+    """Returns the data after zeroing, randomizing, deleting or duplicating a block."""
     start = rng.randrange(len(data))
     block = data[start : start + rng.choice([1, 8, 512])]
     new = rng.choice([bytes(len(block)), rng.randbytes(8), b"", block * 2])

@@ -1,19 +1,20 @@
-"""Checks and times this package and other libraries on one NVIDIA GPU, in little time.
+"""Checks and times this package and other libraries on one NVIDIA GPU within a time limit.
 
     python benchmarks/gpu.py --out results --minutes 8
     python benchmarks/gpu.py --out results --parts steps long --minutes 5
     python benchmarks/gpu.py --results results/gpu.json --json docs/gpu.json \\
         --page docs/performance.md
 
-The first two commands run parts of the measurements in the given order. With `--tiny`, they run
-everything in tiny sizes on a CPU. Every row is added to `gpu.json` as soon as it is measured. If a
-system ends early, takes too long, or has no time left, its row contains the error. The last command
-needs no GPU. It merges such files and writes the tables. Later files replace rows of earlier ones.
+The first two commands run parts of the measurements in the given order. With `--tiny`, these
+commands run everything in tiny sizes on a CPU. Every row is added to `gpu.json` as soon as it is
+measured. If a system ends early, takes too long, or has no time left, the row of the system
+contains the error. The last command merges several files of results and writes the tables, for
+which it needs no GPU. Rows of later files replace rows of earlier files.
 
-Every model runs in a process of its own. The attention functions of one library run in one process,
-one after the other, and each is measured twice. Six processes start and compile at the same time.
-After that, only one of them works at a time. Other libraries run in the environment `.venv-peers`
-if it exists, and otherwise in the environment of this script.
+Every model runs in a separate process. The attention functions of one library run one after the
+other in one process, and each function is measured twice. Six processes start and compile at the
+same time. After that, only one process works at a time. Other libraries run in the environment
+`.venv-peers` if it exists, and otherwise in the environment of this script.
 """
 
 from __future__ import annotations
@@ -75,18 +76,18 @@ STEPS = ("v", "r", "rv", "hc_sa", "v, scanned", "transformers", "transformers, b
 LONG = ("v", "r")
 DECODE = ("v", "transformers", "r")
 PREPARATION = 240
-"""The number of seconds that a worker may take to start and compile."""
+"""The maximum time in seconds for a worker to start and compile."""
 ANSWER = 60
-"""The number of seconds that a worker may take to answer."""
+"""The maximum time in seconds for a worker to answer."""
 WORKERS = 6
 """The number of workers that start and compile at the same time."""
 
 PARTS = ("correctness", "steps", "functions", "sublayers", "long", "decode")
-"""The parts of the measurements, the most valuable first."""
+"""The parts of the measurements. The most valuable part comes first."""
 
 
 class Results:
-    """The rows of all parts, in a file that is replaced whenever a row is added."""
+    """The rows of all parts. The file of results is written again whenever a row is added."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -108,7 +109,7 @@ class Results:
         rows.append(row)
 
     def add(self, part: str, row: Row) -> None:
-        """Puts a row into its place, writes the file and prints the row."""
+        """Adds or replaces a row, writes the file of results, and prints the row."""
         self.put(part, row)
         self.write()
         words = [part]
@@ -120,16 +121,16 @@ class Results:
         print(*words, sep=" | ", flush=True)
 
     def write(self) -> None:
-        """Writes the file."""
+        """Writes the file of results."""
         report.write_file(self.path, self.json())
 
     def json(self) -> str:
-        """Returns the content of the file."""
+        """Returns the content of the file of results."""
         return json.dumps({"facts": self.facts, "parts": self.parts}, indent=1) + "\n"
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    """Returns what distinguishes the rows of a part."""
+    """Returns the values that distinguish the rows of a part."""
     return row["name"], row.get("batch"), row.get("length"), row.get("beams")
 
 
@@ -158,7 +159,7 @@ class Session:
             self.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
     def _start(self, name: str, worker: str, options: Row) -> racing.Worker:
-        """Starts a worker. Raises `SystemExit` if it ends early, or if no time is left."""
+        """Starts a worker. Raises `SystemExit` if the worker ends early or if no time is left."""
         left = self.deadline - time.monotonic()
         if left < 15:
             raise SystemExit("no time was left")
@@ -166,17 +167,17 @@ class Session:
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
         running = racing.Worker(system, min(PREPARATION, left))
-        # Workers of this part also compile while they answer.
+        # The workers that check correctness also compile while they answer.
         compiles_late = options.get("part") == "correctness"
         running.limit = PREPARATION if compiles_late else ANSWER
         return running
 
     def prepare(self, *args: Any) -> None:
-        """Starts a worker in the background. `start` returns it, or raises why it has ended."""
+        """Starts a worker in the background. `start` returns the worker or raises its error."""
         self.prepared[repr(args)] = self.pool.submit(self._start, *args)
 
     def start(self, *args: Any) -> racing.Worker:
-        """Returns a worker that was prepared, or starts it now."""
+        """Returns a worker that was prepared, or starts the worker now."""
         future = self.prepared.pop(repr(args), None)
         if future is None:
             return self._start(*args)
@@ -185,17 +186,17 @@ class Session:
     def run_cases(
         self, worker: str, part: str, cases: list[Row], *, passes: int, ahead: bool
     ) -> None:
-        """Runs a worker that answers with the rows of one case after the other.
+        """Runs a worker that answers with the row of one case after the other.
 
-        If the worker ends during a case, a new worker continues with the next one. If a worker
-        cannot start, all of its cases fail.
+        If the worker ends during a case, a new worker continues with the next case. If a worker
+        cannot start, all cases of the worker fail.
 
         Args:
           worker: the file of the worker.
           part: the part of the measurements.
           cases: the cases, with their names and shapes.
           passes: how many times the worker answers for every case.
-          ahead: whether the worker is only prepared.
+          ahead: whether the worker is only prepared and does not run yet.
         """
         if ahead:
             if cases:
@@ -224,10 +225,11 @@ class Session:
 
         Args:
           part: the part of the measurements.
-          name: the name of the row: a system, and after a comma, how it is compiled.
+          name: the name of the row, which is the name of a system, a comma, and how the system is
+            compiled.
           options: the options of the worker.
           rounds: the number of rounds.
-          ahead: whether the worker is only prepared.
+          ahead: whether the worker is only prepared and does not run yet.
         """
         kind, _, suffix = name.partition(", ")
         options = {
@@ -242,7 +244,8 @@ class Session:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
         shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "beams")}
-        # transformers keeps the weights of all heads. If they did not fit, it would compile again.
+        # The library transformers keeps the attention weights of all heads. If these weights did
+        # not fit into the memory, the worker would have to compile again.
         counts = (4,) if kind == "transformers" else (1, 2, 4)
         if ahead:
             self.prepare(name, worker, {**options, "micro_batches": counts[0]})
@@ -264,7 +267,7 @@ class Session:
 
 
 def last_line(end: SystemExit) -> str:
-    """Returns the most informative line of an error: the last one that names an exception."""
+    """Returns the last line of an error that names an exception, which is the most informative."""
     lines = [line for line in str(end).splitlines() if line.strip() and not line.startswith(" ")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines)[-1][:300]
@@ -288,17 +291,17 @@ def timed_cases(part: str, *, tiny: bool) -> list[Row]:
 
 
 def run_part(session: Session, part: str, *, ahead: bool) -> None:
-    """Runs a part, or only prepares its workers.
+    """Runs a part of the measurements, or only prepares the workers of the part.
 
     Args:
-      session: the time on the device.
+      session: the session, which limits the time on the device.
       part: the part of the measurements.
-      ahead: whether the workers are only prepared.
+      ahead: whether the workers are only prepared and do not run yet.
     """
     tiny = session.args.tiny
 
     def wanted(name: str) -> bool:
-        """Whether a row is to be measured."""
+        """Returns whether a row is to be measured."""
         return session.args.systems is None or name in session.args.systems
 
     if part == "correctness":
@@ -336,7 +339,7 @@ def run_part(session: Session, part: str, *, ahead: bool) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the chosen parts."""
+    """Runs the chosen parts of the measurements."""
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "gpu.json")
     session = Session(args, results)
@@ -362,13 +365,13 @@ def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
     """Returns rows of steps with tokens per second, MFU, and the speed relative to transformers.
 
     Args:
-      rows: the rows of a shape. Other rows than those of steps do not change.
+      rows: the rows of a shape. Only the rows of training steps change.
       peak: the peak rate of the device in FLOP/s, or None if it is not known.
     """
     finished = [row for row in rows if "loss" in row]
     peers = [row["seconds"] for row in finished if row["name"].startswith("transformers")]
     base = min(peers, default=None)
-    # transformers computes what *v* computes, but does not count its FLOPs.
+    # The library transformers does not count FLOPs, but it computes the same as the variant *v*.
     vanilla = next((r["flops"] for r in rows if r["name"] == "v" and "flops" in r), None)
     result = []
     for row in rows:
@@ -427,7 +430,7 @@ CHECKED = {
     "error": "error",
 }
 COLUMNS = {"correctness": CHECKED, "decode": DECODED, "steps": STEP, "long": STEP}
-"""The columns of the tables by part. All other parts have `TIMES`."""
+"""The columns of the tables by part. All other parts have the columns `TIMES`."""
 TITLES = {
     "correctness": (
         "Values and gradients of attention compared with the reference route in float32, whose "
@@ -468,10 +471,10 @@ TITLES = {
 
 
 def merge(results: list[Results]) -> Results:
-    """Adds the rows of later files to the first one, and returns it."""
+    """Adds the rows of later files to the first file, and returns the merged results."""
     first, *others = results
     for other in others:
-        # Rates are lower while other programs run, so the highest one counts.
+        # Keep the highest rate, because rates are lower while other programs run.
         rates = {name: x for name, x in first.facts.items() if isinstance(x, float)}
         highest = {name: max(x, other.facts[name]) for name, x in rates.items()}
         first.facts = {**first.facts, **other.facts, **highest}
@@ -482,7 +485,7 @@ def merge(results: list[Results]) -> Results:
 
 
 def write_page(args: argparse.Namespace) -> None:
-    """Merges files of results, and writes the result and its tables."""
+    """Merges files of results, and writes the merged file and its tables."""
     first = merge([Results(path) for path in args.results])
     facts = first.facts
     rows = itertools.chain.from_iterable(first.parts.values())
@@ -528,7 +531,7 @@ def worst_rows(rows: list[Row]) -> list[Row]:
 
 
 def shape_of(row: Row) -> str:
-    """Returns the heading of the table that a row belongs to: the batch size and the lengths."""
+    """Returns the heading of a row's table, which shows the batch size and the lengths."""
     if "batch" not in row:
         return ""
     if "length" in row:

@@ -1,12 +1,13 @@
-"""Measures how fast batches of a mixture are made, from prepared files and by SeqIO's pipeline.
+"""Measures how fast prepared files and SeqIO's pipeline make the batches of a mixture.
 
     python benchmarks/input_pipeline.py --mixture glue_super_glue_proportional --data-dir DATA \\
         --vocabulary spiece.model --page docs/performance.md
 
 All systems read the same tasks, shuffled, with the same vocabulary and lengths. Every round starts
-a process for each system, in turns, and the table has the medians. Times begin when the stream is
-opened, after the imports. The *first* examples are read from files, and *later* ones are already in
-memory. The script first prepares data that is not prepared yet.
+a process for each system, one after the other. The table has the medians over the rounds. Times
+begin when the stream is opened, after the imports. The *first* examples are read from files. The
+*later* examples are already in memory. Before the first round, the script prepares data that is not
+prepared yet.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def make_system(args: argparse.Namespace, name: str, *, pack: bool) -> racing.Sy
     """Returns the worker of a stream, with or without packing."""
     options = {**vars(args), "system": name, "pack": pack}
     for key in ("data_dir", "vocabulary", "json", "page"):
-        options[key] = str(options[key])  # a path is no JSON
+        options[key] = str(options[key])  # a path is not JSON
     if pack:
         name += ", packed"
     return racing.System(name, "pipeline.py", options)

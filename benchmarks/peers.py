@@ -4,8 +4,8 @@
     python benchmarks/peers.py --systems v v+small transformers --dropout 0.1
     python benchmarks/peers.py --decode --inputs 128 --systems v ctranslate2 transformers --beams 1
 
-It measures training steps with AdamW, or decoding. Every system runs in a process of its own. The
-systems take turns, and the table has medians over the rounds. All systems have the same sizes,
+The script measures training steps with AdamW, or decoding. Every system runs in a separate process.
+The systems take turns, and the table has medians over the rounds. All systems have the same sizes,
 random weights and random batches, and the script checks that they have the same number of
 parameters.
 
@@ -14,7 +14,7 @@ Random. `+small` selects scanned layers that keep only matrix products for the b
 
 The FLOPs of a step are six times the multiply-adds of its forward pass. The rate of FLOPs is given
 relative to the rate of a matrix product, which the process of the system measures before the first
-round. With `--peak`, it is given relative to this number of TFLOP/s (MFU).
+round. With `--peak`, the rate is given relative to a number of TFLOP/s, which is the MFU.
 
 When decoding, no sequence ends before it has `--new-tokens` tokens. The time includes the encoder.
 """
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def add_ratios(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Adds the columns that compare a row with others."""
+    """Adds the columns that compare a row with other rows."""
     base = next(row for row in rows if row["name"] == args.base)
     first_flops = next((row["flops"] for row in rows if "flops" in row), None)
     for row in rows:
@@ -68,7 +68,8 @@ def add_ratios(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
         row["memory"] = row["peak_mb"] / base["peak_mb"] if row["peak_mb"] else None
         if "flops" in row:
             row["work"] = row["flops"] / first_flops
-            # The worker reports the seconds of the FLOPs at the rate of a matrix product.
+            # The worker reports how many seconds the FLOPs of the step would take at the rate of a
+            # matrix product.
             seconds = row["flops"] / (args.peak * 1e12) if args.peak else row["utilization"]
             row["utilization"] = seconds / row["seconds"]
 
@@ -134,7 +135,7 @@ def is_dot_product(name: str) -> bool:
 
 
 def make_system(args: argparse.Namespace, name: str) -> racing.System:
-    """Returns the worker of a system."""
+    """Returns the `racing.System` for the name of a system."""
     kind, _, suffix = name.partition("+")
     if suffix not in ("", "small") or kind not in (*PEERS, *models.VARIANTS):
         known = ", ".join([*PEERS, *models.VARIANTS])

@@ -1,9 +1,9 @@
-"""Compares tiny random models in every kind of folder that we read with transformers.
+"""Compares our readers of folders with transformers, for tiny random models of every kind.
 
     python benchmarks/pretrained.py --page docs/finetune.md
 
-It runs in the environment of `make bench-peers`, or in one with version 4 of transformers. PEFT is
-optional.
+The script runs in the environment of `make bench-peers`, or in an environment with version 4 of
+transformers. The package PEFT is optional.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 TEXTS = ["what is it", "a longer text, of two parts"]
 LENGTH = 12
-"""The number of tokens that are generated for a text."""
+"""The maximum number of tokens that are generated for a text."""
 
 
 def write_byte_level(folder: pathlib.Path) -> None:
-    """Writes a small tokenizer like that of CodeT5: BPE of bytes, with the sentinels at the end."""
+    """Writes a small tokenizer like CodeT5's, a byte-level BPE with the sentinels at the end."""
     special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
     trainer = tokenizers.ByteLevelBPETokenizer()
     texts = (gemma.DOCS / "training.md").read_text().splitlines()
@@ -60,7 +60,7 @@ def write_byte_level(folder: pathlib.Path) -> None:
     sentinels = [
         tokenizers.AddedToken(f"<extra_id_{i}>", lstrip=True) for i in reversed(range(100))
     ]
-    # Version 4 of transformers reads the first two arguments, and version 5 the others.
+    # Version 4 of transformers reads the first two arguments. Version 5 reads the other arguments.
     pieces = {"vocab_file": vocab, "merges_file": merges, "vocab": vocab, "merges": merges}
     theirs = transformers.RobertaTokenizer(**pieces, additional_special_tokens=sentinels)
     theirs.save_pretrained(folder)
@@ -86,7 +86,7 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
 
     Args:
       kind: the kind of the folder.
-      folder: the folder. The model is exported to its subfolder ``back``.
+      folder: the folder of the model. The model is exported to the subfolder ``back``.
       theirs: the model of transformers, by default the model in the folder.
     """
     loaded = load(folder)
@@ -103,14 +103,14 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
     }
 
     file = folder / SAFETENSORS
-    if file.exists():  # PEFT's folders do not have it
+    if file.exists():  # PEFT's folders do not have this file
         first, second = load_file(file), load_file(back / SAFETENSORS)
         same_bits = all(np.array_equal(first[name], x) for name, x in second.items())
         found["bits"] = "yes" if same_bits else "no"
 
     if not isinstance(model, Encoder):
         tokenizer_class = transformers.AutoTokenizer
-        if theirs.config.model_type == "umt5":  # AutoTokenizer of version 5 does not know it
+        if theirs.config.model_type == "umt5":  # AutoTokenizer of version 5 does not know umT5
             tokenizer_class = transformers.ByT5Tokenizer
         tokenizer = tokenizer_class.from_pretrained(back)
         settings = {"max_new_tokens": LENGTH, "do_sample": False, "use_cache": False}
@@ -125,8 +125,8 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
 def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of the table, and makes the folders in the directory `scratch`."""
     if transformers.__version__.startswith("4."):
-        # In version 4, the windows of encoders reach one token less far. The shapes of matrices in
-        # an unbalanced model do not match.
+        # In version 4 of transformers, the attention windows of encoders reach one token less far.
+        # In an unbalanced model, version 4 creates matrices whose shapes do not match.
         encoder = gemma.CONFIGS["balanced"]["encoder"] | {"sliding_window": 64}
         KINDS["T5Gemma, balanced"] = KINDS["T5Gemma, balanced"] | {"encoder": encoder}
         del KINDS["T5Gemma, unbalanced"]
@@ -137,7 +137,7 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         if kind not in KINDS:
             continue
         whole = scratch / kind
-        folder = whole / "text_encoder"  # the layout of pipelines of diffusers
+        folder = whole / "text_encoder"  # as in diffusers' pipelines
         cls = getattr(transformers, CLASSES[KINDS[kind]["model_type"]] + "EncoderModel")
         config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)
         cls.from_pretrained(whole, config=config).save_pretrained(folder)

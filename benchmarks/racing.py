@@ -1,7 +1,7 @@
-"""Compares systems that run in turns, each in a process of its own.
+"""Compares systems that take turns. Every system runs in a separate process.
 
-The process of a system is a worker. It prepares the system and calls `serve`. Then it sleeps,
-except when the driver asks it to run a round. This file uses only the standard library, so that
+The process of a system is called a worker. A worker prepares the system and calls `serve`. Then the
+worker sleeps until the driver asks for a round. This file uses only the standard library, so that
 workers in other environments can import it.
 """
 
@@ -32,8 +32,8 @@ class System:
 
     Attributes:
       name: the name in the table.
-      worker: the file of its worker in ``workers/``.
-      options: what the worker gets from `options`.
+      worker: the file of the system's worker in ``workers/``.
+      options: the options that the function `options` returns to the worker.
       python: the Python interpreter of the worker.
       environment: additional environment variables of the worker.
     """
@@ -49,11 +49,11 @@ def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> N
     """Runs a round whenever the driver asks for it, until the driver closes the pipe.
 
     Every round is run twice, and only the second time counts. The first time reloads memory and
-    caches that other systems have evicted, which is not part of the comparison.
+    caches that other systems have evicted. Reloading is not part of the comparison.
 
     Args:
-      facts: what the row of the system has in addition to measurements.
-      run_round: runs a round and returns its measurements.
+      facts: the values that the row of the system has in addition to measurements.
+      run_round: a function that runs a round and returns its measurements.
     """
     send(facts)
     reset_peak()
@@ -63,16 +63,16 @@ def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> N
 
 
 def answer(facts: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
-    """Sends another row whenever the driver asks for one, until the driver closes the pipe."""
+    """Sends the next row whenever the driver asks for it, until the driver closes the pipe."""
     send(facts)
     for _ in sys.stdin:
         send(next(rows))
 
 
 def options() -> dict[str, Any]:
-    """Returns the worker's options, and redirects standard output to standard error from now on.
+    """Returns the worker's options, and redirects standard output to standard error.
 
-    Only messages to the driver go to the original standard output.
+    After this call, only messages to the driver go to the original standard output.
     """
     _OUTPUT.append(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
@@ -90,12 +90,12 @@ def send(message: dict[str, Any]) -> None:
 def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     """Returns the seconds that a call takes on a device that works asynchronously.
 
-    The result is the median of seven series of calls. A series lasts at least 20 ms but has at most
-    a hundred calls, and only its last call is waited for.
+    The result is the median of seven series of calls. A series lasts at least 20 ms, unless it
+    reaches a hundred calls. The function waits only for the last call of a series.
 
     Args:
-      call: starts the work and returns its result.
-      wait: waits for a result.
+      call: a function that starts the work and returns its result.
+      wait: a function that waits for a result.
     """
     for _ in range(2):
         wait(call())
@@ -115,11 +115,12 @@ def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 def timed_row(
     programs: dict[str, Callable[[], Any]], wait: Callable[[Any], Any], flops: dict[str, float]
 ) -> dict[str, float]:
-    """Returns the times of programs in ms, and the rates of programs whose FLOPs are given.
+    """Returns the times of programs in ms, and the rates of programs with known FLOPs.
 
     Args:
-      programs: functions to time: ``forward``, and ``both`` for forward and backward pass.
-      wait: waits for a result.
+      programs: the functions to time. ``forward`` is the forward pass, and ``both`` is the forward
+        and backward pass.
+      wait: a function that waits for a result.
       flops: the FLOPs of some of the programs.
     """
     seconds = {name: time_calls(program, wait) for name, program in programs.items()}
@@ -130,8 +131,8 @@ def timed_row(
 def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Returns the means of a row that was measured twice, and the spread of its measurements.
 
-    ``spread`` is the largest ratio between two measurements of the same value, minus 1. If one of
-    the measurements failed, the second row is returned.
+    The value ``spread`` is the largest ratio between two measurements of the same value, minus 1.
+    If one of the measurements failed, the second row is returned.
     """
     times = [k for k in second if k.endswith(("_ms", "_tflops"))]
     if not times or any(k not in first for k in times):
@@ -147,7 +148,8 @@ def attention_flops(
     """Returns the FLOPs of attention for the forward pass and for forward and backward together.
 
     Masked pairs of positions are included. The backward pass has twice as many products as the
-    forward pass. If there are two products, it also computes the logits again.
+    forward pass. If the forward pass has two products, the backward pass also computes the logits
+    again.
 
     Args:
       options: the options of the worker, and the batch size and the length.
@@ -163,15 +165,15 @@ def attention_flops(
 
 
 def reset_peak() -> None:
-    """Resets the peak of `peak_mb` to the current resident memory, on Linux."""
+    """Resets the peak that `peak_mb` returns to the current resident memory, on Linux."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_mb() -> float | None:
-    """Returns the peak of the resident memory since `reset_peak` in MB.
+    """Returns the peak of the resident memory in MB since the last call of `reset_peak`.
 
-    It is None if the operating system does not report it.
+    The result is None if the operating system does not report the peak.
     """
     try:
         lines = pathlib.Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -182,10 +184,10 @@ def peak_mb() -> float | None:
 
 
 class Worker:
-    """The running process of a system.
+    """A running process that measures a system.
 
     Attributes:
-      system: the system.
+      system: the system that is measured.
       limit: the number of seconds after which the process is killed if it has not answered. None
         means that there is no limit.
       facts: the facts that the worker has sent.
@@ -198,7 +200,7 @@ class Worker:
             )
         self.system = system
         self.limit = limit
-        # Errors go to a file, because a worker would block on a pipe that nobody reads.
+        # Write errors to a file, because a worker would block on a pipe that nobody reads.
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [system.python, str(HERE / "workers" / system.worker)]
         self.process = subprocess.Popen(
@@ -212,14 +214,14 @@ class Worker:
         self.facts = self._read()
 
     def run_round(self) -> dict[str, Any]:
-        """Asks for a round, and returns its measurements."""
+        """Asks the worker for a round, and returns the measurements of the round."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
-        """Closes the pipe, so that the worker ends, and waits for its end."""
+        """Closes the pipe, so that the worker ends, and waits until it has ended."""
         self.process.communicate()
 
     def _read(self) -> dict[str, Any]:
@@ -243,13 +245,13 @@ class Worker:
 
 
 def _search_path() -> str:
-    """Returns the search path of workers: these modules, this package, and the driver's path."""
+    """Returns the import path of workers, which includes this folder and the driver's path."""
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, added)])
 
 
 def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
-    """Runs all systems in turns, and returns a row for each.
+    """Runs all systems in turns, and returns a row for each system.
 
     All systems must fit into memory together. The first round does not count.
     """
@@ -272,7 +274,7 @@ def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
 def summarize_results(
     name: str, facts: dict[str, Any], results: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the row of a system: facts, medians of measurements, and the largest memory peak."""
+    """Returns a system's row with facts, medians of measurements and the memory peak."""
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}
     return {"name": name, **facts, **medians, "peak_mb": max(peaks, default=None)}

@@ -1,18 +1,18 @@
-"""Compares a short run that is killed repeatedly with the same run without interruption.
+"""Compares a short run that is killed repeatedly with the same run without interruptions.
 
     python benchmarks/reliability.py --kills 50 --processes 1
     python benchmarks/reliability.py --kills 50 --processes 1 2
 
 At random times, one process of the run receives SIGKILL, SIGTERM or SIGINT. Then the run is started
-again. Every few kills, the number of processes changes; all processes together have eight devices.
-A kill happens a random number of steps or seconds after the start, and at most `--stride` steps
-after it. Kills therefore also occur while modules are imported, data is read, programs are
-compiled, the model is evaluated, or checkpoints are written.
+again. Every few kills, the number of processes changes. All processes together always have eight
+devices. A kill happens a random number of steps or seconds after the start, and at most `--stride`
+steps after the start. Kills therefore also occur while modules are imported, data is read, programs
+are compiled, the model is evaluated, or checkpoints are written.
 
 At the end, every step must have read the same examples as in the uninterrupted run
-(`data_checksum`), and must have the same loss. The losses must be exactly equal if the number of
-processes is constant, and within a relative tolerance of 1e-4 otherwise. All evaluations must
-exist, too. If something differs, the script fails.
+(`data_checksum`), and must have the same loss. If the number of processes is constant, the losses
+must be exactly equal. Otherwise, they must be equal within a relative tolerance of 1e-4. The log
+must also contain all evaluations. If something differs, the script fails.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 DEVICES = 8
-"""The number of simulated devices of all processes together."""
+"""The total number of simulated devices of all processes."""
 TOLERANCE = 1e-4
-"""The largest relative difference of a loss if the number of processes changes."""
+"""The largest allowed relative difference of a loss if the number of processes changes."""
 KILLS_BEFORE_CHANGE = 3
 """The number of kills after which the number of processes changes."""
 STEPS_BETWEEN_EVALUATIONS = 4
 
 EXPECTED = {
     "SIGKILL": {128 + signal.SIGKILL},
-    # The second code occurs before the signal handlers are installed.
+    # A run ends with the second exit code if its signal handlers are not installed yet.
     "SIGTERM": {EXIT_CODES[signal.SIGTERM], 128 + signal.SIGTERM},
     "SIGINT": {EXIT_CODES[signal.SIGINT], 128 + signal.SIGINT},
 }
@@ -57,7 +57,7 @@ EXPECTED = {
 
 
 def main() -> None:
-    """Runs the campaign and writes its results."""
+    """Runs the campaign of kills and writes the results."""
     parser = report.arguments(__doc__, kills=10, stride=20, seed=0)
     parser.add_argument(
         "--processes",
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def describe(result: dict[str, Any], args: argparse.Namespace) -> str:
-    """Returns the section of the page: an introduction, the table of kills, and the comparison."""
+    """Returns the section of the page with an introduction, the table of kills and the result."""
     columns = {
         "processes": "processes|d",
         "signal": "signal",
@@ -107,13 +107,13 @@ def describe(result: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 class Campaign:
-    """The uninterrupted run and the run that is killed, in an empty directory."""
+    """An uninterrupted run and a run that is killed repeatedly, in an empty directory."""
 
     def __init__(self, args: argparse.Namespace, directory: pathlib.Path):
         self.args = args
         self.directory = directory
         self.random = random.Random(args.seed)
-        # A kill comes at most a stride, or little more, after the start.
+        # A run is killed at most a stride, or a little more, after its start.
         self.steps = (args.kills + 3) * args.stride
         synthetic.write(directory / "data")
 
@@ -122,7 +122,7 @@ class Campaign:
         start_time = time.perf_counter()
         process = self.start("undisturbed", 1)
         self.wait_for(process, "undisturbed", step=1)
-        # This start compiles, so no later start should take much longer.
+        # The first start compiles programs, so later starts should not take much longer.
         self.longest_start = 1.5 * (time.perf_counter() - start_time)
         problems = []
         if process.wait() != 0:
@@ -170,7 +170,7 @@ class Campaign:
         """Starts the run and kills one of its processes.
 
         Returns:
-          The signal and what it did, or None if the run ended before it was killed.
+          The signal and its effect, or None if the run ended before it was killed.
         """
         name = self.random.choice(list(EXPECTED))
         last_step = self.last_step("killed")
@@ -200,7 +200,8 @@ class Campaign:
         seconds = time.perf_counter() - start_time
         step = self.last_step("killed")
         saved = max(finished_steps(self.directory / "killed" / "checkpoints"), default=0)
-        # Until the run writes to its log again, the log has the steps that an earlier kill lost.
+        # Until the run writes to its log again, the log also contains the steps that an earlier
+        # kill lost.
         lost = max(0, step - saved) if self.last_write() != last_write else 0
         kill = {"processes": processes, "signal": name, "code": code}
         return {**kill, "seconds": seconds, "step": step, "lost": lost}
@@ -227,7 +228,7 @@ class Campaign:
         step: int,
         seconds: float = math.inf,
     ) -> None:
-        """Waits until a step is logged, or some seconds have passed, or the process has ended."""
+        """Waits until a step is logged, some seconds have passed, or the process has ended."""
         end = time.monotonic() + seconds
         while process.poll() is None and self.last_step(workdir) < step and time.monotonic() < end:
             time.sleep(0.05)
@@ -249,7 +250,7 @@ class Campaign:
 
 
 def summarize_kills(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each number of processes and signal."""
+    """Returns a row for each pair of a number of processes and a signal."""
     rows = []
     for processes, name in sorted({(k["processes"], k["signal"]) for k in kills}):
         group = [k for k in kills if (k["processes"], k["signal"]) == (processes, name)]

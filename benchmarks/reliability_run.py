@@ -1,4 +1,4 @@
-"""The recipe of `reliability.py` and of the multi-process tests: a run that starts quickly."""
+"""Defines the recipe of `reliability.py` and of the multi-process tests, which starts quickly."""
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes

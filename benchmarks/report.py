@@ -1,4 +1,4 @@
-"""Code that the benchmarks share: command line, facts about the machine, tables and output."""
+"""Shares the command line, facts about the machine, tables and output among benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Returns a parser with the options `--json` and `--page`, and an integer option per keyword.
+    """Returns a parser with the options `--json` and `--page` and one integer option per keyword.
 
     Args:
       description: the help text, which keeps its line breaks.
@@ -41,11 +41,11 @@ rate = product_rate(device.platform, jax.numpy.dtype("float32"))
 name = f"{jax.device_count()} × {device.device_kind}"
 print(json.dumps([name, jax.__version__, rate / 1e9]))
 """
-"""The program of a process that prints what `machine` needs to know from JAX."""
+"""A program that prints facts about JAX for the function `machine`."""
 
 
 def machine() -> dict[str, str]:
-    """Returns facts about the machine, without importing JAX in this process."""
+    """Returns facts about the machine without importing JAX in this process."""
     process = subprocess.run(
         [sys.executable, "-c", MACHINE_PROGRAM], check=True, stdout=subprocess.PIPE
     )
@@ -65,8 +65,8 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
 
     Args:
       rows: a dictionary for each row. A cell is empty if its key is missing or its value is None.
-      columns: the columns by the keys of their values, as ``heading`` or ``heading|format``.
-        Columns with a format are aligned to the right.
+      columns: the columns by their keys in the rows. A column is written as ``heading`` or
+        ``heading|format``. Columns with a format are aligned to the right.
     """
     headings = [c.split("|")[0] for c in columns.values()]
     formats = [c.split("|")[1] if "|" in c else "" for c in columns.values()]
@@ -82,14 +82,15 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
 def write(
     name: str, text: str, *, result: Mapping[str, Any], options: Any, facts: Mapping[str, str]
 ) -> None:
-    """Prints a section of a page, and writes what the options `--page` and `--json` ask for.
+    """Prints a section of a page, and writes the files of the options `--page` and `--json`.
 
     Args:
       name: the name of the section, which stands in HTML comments around it.
       text: the Markdown text of the section.
       result: all measurements, for `--json`.
       options: the parsed command line.
-      facts: what the measurements depend on, such as versions, for a line below the text.
+      facts: facts on which the measurements depend, such as versions. They stand in a line below
+        the text.
     """
     note = "; ".join(f"{name}: {value}" for name, value in facts.items())
     command = " ".join(["python", *_without_output_options(sys.argv)])
@@ -103,7 +104,7 @@ def write(
 
 
 def with_section(page: str, name: str, text: str) -> str:
-    """Returns a page in which the section with a name is replaced or appended."""
+    """Returns a page in which the section called `name` is replaced or appended."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in page:
         return f"{page.rstrip()}\n\n{begin}\n{text}{end}\n".lstrip()
@@ -125,7 +126,7 @@ def _without_output_options(arguments: Sequence[str]) -> list[str]:
     iterator = iter(arguments)
     for argument in iterator:
         if argument in ("--json", "--page"):
-            next(iterator, None)  # the value of the option
+            next(iterator, None)  # skips the value of the option
         else:
             remaining.append(argument)
     return ["benchmarks/" + pathlib.Path(remaining[0]).name, *remaining[1:]]

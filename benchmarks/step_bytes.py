@@ -1,10 +1,10 @@
-"""Compiles a training step for one chip without having it, and lists the bytes of its operations.
+"""Compiles a training step for a chip without the chip, and lists the bytes of operations.
 
     JAX_PLATFORMS=cpu python benchmarks/step_bytes.py --chip v5e:2x2 --page docs/tpu.md
 
 The script counts the operands and results of every operation of the optimized program that are in
 the chip's main memory. Operations in a loop count as often as the loop runs. If a fusion slices an
-array or updates it in place, only this part of the array counts. Unlike in the compiler's ``bytes
+array or updates a part of it in place, only this part counts. Unlike in the compiler's ``bytes
 accessed``, arrays in on-chip memory (VMEM) do not count.
 """
 
@@ -38,13 +38,13 @@ FREE = {
     "partition-id",
     "add-dependency",
 }
-"""The kinds of operations that move nothing."""
+"""The kinds of operations that do not move data."""
 RESERVED = ("AllocateBuffer", "ConcatBitcast")
-"""The targets of TPU calls that move nothing."""
+"""The targets of TPU calls that do not move data."""
 
 
 class Operation(NamedTuple):
-    """An operation: a line ``name = result kind(operands), attributes`` of a program.
+    """An operation, which is a line ``name = result kind(operands), attributes`` of a program.
 
     Attributes:
       result: the shape of the result, such as ``bf16[8,512]``. A ``@`` follows arrays that are in
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
       kind: the name of the operation, such as ``fusion``.
       operands: the names of the operands.
       text: the rest of the line, from the operands on.
-      is_root: whether this is the result of its computation.
+      is_root: whether the operation is the result of its computation.
     """
 
     result: str
@@ -62,12 +62,12 @@ class Operation(NamedTuple):
     is_root: bool
 
     def called(self, role: str = "calls") -> str:
-        """Returns the name of the computation that this operation calls in a role."""
+        """Returns the name of the computation that this operation calls in the given role."""
         return re.findall(rf"{role}=\{{?%?([\w.\-]+)", self.text)[0]
 
 
 class Program(dict[str, dict[str, Operation]]):
-    """The operations of an optimized program, by the names of the computation and of the operation.
+    """The operations of an optimized program, by the name of the computation and the operation.
 
     Attributes:
       entry: the name of the computation that runs first.
@@ -75,13 +75,13 @@ class Program(dict[str, dict[str, Operation]]):
 
     def __init__(self, text: str):
         super().__init__()
-        # Layouts are removed, except for a mark of arrays in on-chip memory.
+        # Remove layouts, except for the mark of arrays that are in on-chip memory.
         text = re.sub(r"\{[\d,]*(:[A-Z][^{}]*)?\}", lambda m: "@" if "S(" in m[0] else "", text)
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
             head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
             if head:
                 operations = self.setdefault(head[2], {})
-                self.entry = head[2]  # the last computation of the text
+                self.entry = head[2]  # the entry is the last computation
                 continue
             found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)", line)
             if found:
@@ -90,7 +90,7 @@ class Program(dict[str, dict[str, Operation]]):
                 operations[name] = Operation(result, kind, operands, rest, bool(root))
 
     def read(self, computation: str, name: str) -> int:
-        """Returns how many bytes a fused computation reads of one of its arrays."""
+        """Returns how many bytes of an array a fused computation reads."""
         operations = self[computation]
         total = 0
         for user, op in operations.items():
@@ -107,7 +107,7 @@ class Program(dict[str, dict[str, Operation]]):
         return min(total, size(operations[name].result))
 
     def written(self, computation: str, name: str | None = None) -> int:
-        """Returns how many bytes a fused computation writes of an array, by default its result."""
+        """Returns how many bytes of its result or of an array a fused computation writes."""
         operations = self[computation]
         if name is None:
             name = next(n for n, op in operations.items() if op.is_root)
@@ -121,7 +121,7 @@ class Program(dict[str, dict[str, Operation]]):
         return size(op.result)
 
     def parameters(self, computation: str) -> dict[int, str]:
-        """Returns the names of a computation's parameters by their numbers."""
+        """Returns the names of a computation's parameters by the numbers of the parameters."""
         found = self[computation].items()
         return {int(op.text.split(")")[0]): name for name, op in found if op.kind == "parameter"}
 
@@ -135,7 +135,8 @@ class Program(dict[str, dict[str, Operation]]):
         ):
             return 0
         if op.kind == "slice-start":
-            # Its shape is ((operand), result, context). It reads as many bytes as it writes.
+            # The shape of `slice-start` is ((operand), result, context). The operation reads as
+            # many bytes as it writes.
             result = op.result.split("), ", 1)[1]
             return size(result) + size(result.replace("@", ""))
         if op.kind == "copy-start":
@@ -149,11 +150,11 @@ class Program(dict[str, dict[str, Operation]]):
     def rows(
         self, computation: str | None = None, times: int = 1
     ) -> collections.Counter[tuple[str, ...]]:
-        """Returns the bytes that operations move, for equal operations together.
+        """Returns the bytes that operations move, added up over equal operations.
 
         Args:
           computation: the computation, by default the whole program.
-          times: how often it runs.
+          times: how many times the computation runs.
 
         Returns:
           The bytes by pass, part of the model, kind of operation, and shape of the result.
@@ -175,16 +176,16 @@ class Program(dict[str, dict[str, Operation]]):
         return rows
 
     def trips(self, loop: Operation) -> int:
-        """Returns how often the body of a loop runs."""
+        """Returns how many times the body of a loop runs."""
         trips = re.findall(r'known_trip_count":\{"n":"(\d+)', loop.text)
-        if not trips:  # TPU programs compare the index with a constant
+        if not trips:  # TPU programs compare a loop's index with a constant
             bounds = self[loop.called("condition")].values()
             trips = [op.text.split(")")[0] for op in bounds if op.kind == "constant"]
         return int(trips[0])
 
 
 def size(result: str) -> int:
-    """Returns the bytes of those arrays of a shape that are in main memory.
+    """Returns the number of bytes of a shape's arrays that are in main memory.
 
     Arrays of the dtype s8 do not count, because they are work space.
     """
@@ -196,7 +197,7 @@ def size(result: str) -> int:
 
 
 def origin(text: str) -> tuple[str, str]:
-    """Returns the pass and the part of the model that an operation comes from, by its metadata."""
+    """Returns the pass and the part of the model that an operation's metadata names."""
     name = "".join(re.findall(r'op_name="([^"]*)"', text)[:1])
     parts = [
         part
@@ -224,7 +225,7 @@ def main() -> None:
     experiment = replace(make_experiment("base", args.variant, args.rows, 1), mesh=MeshShape())
     device = plan.devices_of(chips.parse_topology(args.chip))[0]
     trainer = Trainer(experiment, [device])
-    with jax.set_mesh(trainer.mesh):  # it tells Pallas which chip to compile for
+    with jax.set_mesh(trainer.mesh):  # this tells Pallas which chip to compile for
         compiled = trainer.trace().lower().compile()
     found = Program(compiled.as_text()).rows()
     rows = [

@@ -3,13 +3,13 @@
     pip install 'jax[tpu]'
     python benchmarks/tpu_pods.py --page docs/tpu.md
 
-Every step is compiled three times. The step as it is gives its memory. Models with one and with two
-unrolled layers give its costs, because the compiler counts the body of a loop only once. Parameters
-are sharded (`fsdp`) over as many devices as divide d_model. The rematerialization policy is the
-first one with which all variants fit according to their plans.
+Every step is compiled three times. The unchanged step gives the memory. Models with one and with
+two unrolled layers give the costs, because the compiler counts the body of a loop only once.
+Parameters are sharded (`fsdp`) over as many devices as divide d_model. The script chooses the first
+rematerialization policy with which all variants fit according to their plans.
 
-A compilation takes minutes. Results that are in the file `--json` are therefore reused. Plans and
-the page are always updated.
+A compilation takes minutes. Results that are already in the file `--json` are therefore reused.
+Plans and the page are always written again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 import report
 
-jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for a TPU
+jax.config.update("jax_platforms", "cpu")  # otherwise, an installed libtpu searches for a TPU
 
 from synthesizer_jax.base.registry import replace  # noqa: E402
 from synthesizer_jax.costs import chips  # noqa: E402
@@ -47,7 +47,7 @@ TOPOLOGIES = ("v5e:16x16", "v6e:16x16", "v5p:4x8x8", "v4:4x8x8", "tpu7x:4x8x8")
 GIB = 2**30
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
-"""The number of bytes per element by XLA's name of the dtype. All others have four bytes."""
+"""The number of bytes per element, by XLA's name of the dtype. Other dtypes have four."""
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
         f"\n\n{report.table(rows, columns)}"
     )
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
-    args.json = None  # it is already written
+    args.json = None  # the file is already written
     report.write(f"tpu_pods {args.size}", text, result={}, options=args, facts=facts)
 
 
@@ -116,7 +116,8 @@ def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, 
     costs = step_costs(experiment, topology)
     chip = topology.chip
     kinds = {kind: costs[kind] for kind in COLLECTIVES if costs[kind]}
-    # The peaks of a chip are those of all its devices together, and the costs are those of one.
+    # The peak rates of a chip belong to all devices of the chip together, but the costs are those
+    # of a single device.
     arithmetic = costs["flops"] * chip.devices / chip.flops
     transfer = costs["bytes accessed"] * chip.devices / chip.bandwidth
     return {
@@ -138,7 +139,7 @@ def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.
     def costs(repeats: int | None = None) -> collections.Counter[str]:
         """Returns the costs of a model with one layer per run.
 
-        Runs of blocks that are repeated `repeats` times get two layers instead.
+        A run of blocks that is repeated `repeats` times gets two layers instead of one.
         """
         changed = {}
         for name, stack in stacks_of(experiment.model).items():
@@ -159,9 +160,9 @@ def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.
 def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
     """Returns the FLOPs and bytes of a program, and the bytes of the results of its collectives.
 
-    The body of a loop counts once. An asynchronous all-gather occurs several times in the text of
-    the program, with the same channel, and is counted once. Different all-reduces may share a
-    channel, so each of them is counted.
+    The body of a loop counts once. The text of the program contains an asynchronous all-gather
+    several times with the same channel, but it is counted once. Different all-reduces may share a
+    channel, so each all-reduce is counted.
     """
     analysis = compiled.cost_analysis()
     found = collections.Counter({k: analysis[k] for k in ("flops", "bytes accessed")})
@@ -177,7 +178,8 @@ def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
             for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes)
         ]
         if begun and kind != "all-reduce":
-            # The shapes include the operands, which are not larger than the result.
+            # Use the largest shape. The shapes include the operands, which are not larger than the
+            # result.
             found[kind] += max(sizes)
         else:
             found[kind] += sum(sizes)

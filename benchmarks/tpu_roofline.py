@@ -4,9 +4,9 @@
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python benchmarks/tpu_roofline.py --lengths 512 2048
 
 libtpu compiles forward and backward passes for real topologies on any machine. The table shows the
-FLOPs, the bytes and the temporary memory that the compiler reports. It also shows the FLOPs
+FLOPs, the bytes and the temporary memory that the compiler reports. The table also shows the FLOPs
 computed from the shapes of all matrix products, and the roofline, ``max(FLOPs / peak, bytes /
-bandwidth)``. The operands and results of a Pallas kernel count once. The script fails if the
+bandwidth)``. The operands and results of a Pallas kernel are counted once. The script fails if the
 compiler's FLOPs differ from the computed FLOPs by more than 10%.
 """
 
@@ -29,7 +29,7 @@ from synthesizer_jax.costs.summary import flops
 from synthesizer_jax.training.plan import devices_of
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""A small topology for every kind of chip."""
+"""The name of a small topology for every kind of chip."""
 
 ROWS: dict[str, tuple[str, bool]] = {
     "dot product, einsum": ("einsum", False),
@@ -50,7 +50,7 @@ def main() -> None:
     for chip in args.chips:
         for length in args.lengths:
             chip_rows = [measure_sublayer(args, name, chip, length) for name in ROWS]
-            without_bias, with_bias, *_ = chip_rows  # the einsums
+            without_bias, with_bias, *_ = chip_rows  # the einsum implementation
             for row in chip_rows:
                 base = with_bias if "+ bias" in row["name"] else without_bias
                 row["share"] = row["gigabytes"] / base["gigabytes"]
@@ -102,14 +102,14 @@ def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int
         return (apply(params, x, lengths).astype(jnp.float32) ** 2).mean()
 
     gradient = jax.grad(loss, (0, 1))
-    with jax.set_mesh(mesh):  # kernels choose their implementation for the mesh's chip
+    with jax.set_mesh(mesh):  # kernels choose their implementation by the chip of the mesh
         step = jax.jit(gradient, in_shardings=replicated, out_shardings=replicated)
         compiled = step.lower(params, x, lengths).compile()
     costs = compiled.cost_analysis()
     memory = compiled.memory_analysis()
     # The backward pass has twice the products of the forward pass. The fused backward pass also
-    # computes the logits again. It is a single kernel or two kernels. Each of two kernels computes
-    # the logits and the gradients of the weights.
+    # computes the logits again. It consists of one kernel or of two kernels. If it consists of two
+    # kernels, each kernel computes the logits and the gradients of the weights.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
     if implementation == "fused":
         recomputations = 1 if choose_tile_rows(length, length) == length else 3
@@ -151,7 +151,7 @@ def make_sublayer(
         layer = attention.WithBias(layer)
 
     def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Applies the layer with a mask of padding."""
+        """Applies the layer with a padding mask."""
         return layer.apply(params, x, mask=Mask(key_lengths=lengths))
 
     params = jax.eval_shape(lambda k, x: layer.init(k, x, mask=Mask()), jax.random.key(0), x)

@@ -1,1 +1,1 @@
-"""Development tools that generate files of the repository."""
+"""Contains development tools, which generate and check files of the repository."""

@@ -1,9 +1,9 @@
 """Shows the constructors of Flax modules in the reference.
 
 Flax makes the constructor of a module from its fields when the module is imported. Griffe reads the
-source of the package and does not import it. It therefore sees no constructor of a Linen module. Of
-an NNX module it sees only the constructor of `LinenModule`, whose arguments are the fields of
-another class.
+source of the package instead of importing the package. It therefore finds no constructor for Linen
+modules. For NNX modules, Griffe finds only the constructor of `LinenModule`, whose arguments are
+the fields of another class.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NNX_MODULE = "synthesizer_jax.nnx.module.LinenModule"
 
 
 class FlaxSignatures(griffe.Extension):
-    """Gives all Linen and NNX modules the constructors that they have when they are imported."""
+    """Adds the constructors that Linen and NNX modules have when they are imported."""
 
     def __init__(self) -> None:
         self.linen_classes: dict[str, str] = {}
-        """The values of the keyword `linen_class` of NNX classes, by the path of the class."""
+        """The value of the keyword `linen_class` of each NNX class, by the path of the class."""
         self.keyword_only: set[str] = set()
-        """The paths of classes whose own fields are keyword-only arguments."""
+        """The paths of the classes whose own fields are keyword-only arguments."""
 
     def on_class_instance(self, *, node: Any, cls: griffe.Class, **_: Any) -> None:
         """Records the Linen class of an NNX class, and whether fields are keyword-only."""
@@ -43,7 +43,8 @@ class FlaxSignatures(griffe.Extension):
             if _is_linen(cls) and "__init__" not in cls.members:
                 _set_constructor(cls, self._fields(cls))
 
-        # An NNX module has the fields of its Linen module, and these arguments.
+        # The constructor of an NNX module has the fields of its Linen module and these additional
+        # arguments.
         added = [
             parameter
             for parameter in pkg.modules_collection[NNX_MODULE].members["__init__"].parameters
@@ -58,7 +59,7 @@ class FlaxSignatures(griffe.Extension):
                 _set_constructor(cls, [*fields, *added])
 
     def _fields(self, cls: griffe.Class) -> list[griffe.Parameter]:
-        """Returns the fields of a Linen module as parameters, those of its bases first."""
+        """Returns the fields of a Linen module as parameters, beginning with those of its bases."""
         fields = {}
         for ancestor in reversed(_ancestry(cls)):
             kind = griffe.ParameterKind.positional_or_keyword
@@ -94,7 +95,7 @@ def _ancestry(cls: griffe.Class) -> list[griffe.Class]:
 def _is_linen(cls: griffe.Class) -> bool:
     """Returns whether all fields of a Linen module are known.
 
-    They are known if `nn.Module` is its only base that is a class of Flax.
+    All fields are known if `nn.Module` is the module's only base that is a class of Flax.
     """
     bases = {
         base if isinstance(base, str) else base.canonical_path
@@ -105,7 +106,7 @@ def _is_linen(cls: griffe.Class) -> bool:
 
 
 def _set_constructor(cls: griffe.Class, parameters: list[griffe.Parameter]) -> None:
-    """Adds an `__init__` with these parameters to a class."""
+    """Adds an `__init__` with the given parameters to a class."""
     this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
     constructor = griffe.Function(
         "__init__", parent=cls, parameters=griffe.Parameters(this, *parameters)

@@ -14,11 +14,11 @@ from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "notebooks"
 SECONDS = 120
-"""The number of seconds that a cell may take."""
+"""The maximum time in seconds for a cell to run."""
 
 
 def main() -> None:
-    """Runs all notebooks. An error or a cell that takes too long ends the program.
+    """Runs all notebooks. The program ends at an error, or if a cell takes too long.
 
     The temporary directories that notebooks make are deleted, and their paths are removed from the
     outputs.

@@ -1,7 +1,7 @@
-"""Finds the public names of the package, which its `__init__.py` files list in `__all__`.
+"""Finds the public names of the package, which are listed in `__all__` of `__init__.py` files.
 
-The files are read and not imported, because the environment of the documentation has neither JAX
-nor Flax.
+The tool reads the files instead of importing them, because the environment of the documentation has
+neither JAX nor Flax.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ PACKAGE = "synthesizer_jax"
 
 
 def public_names() -> dict[str, list[str]]:
-    """Returns the names in the `__all__` of every package that has one, by the package's full name.
+    """Returns the names in the `__all__` of packages, by the full name of the package.
 
     Raises:
-      ValueError: an `__all__` is computed. Programs that read the source, such as type checkers and
-        the builder of the reference, only see the names of a literal list.
+      ValueError: if an `__all__` is computed. Programs that read the source, such as type checkers
+        and the builder of the reference, can only read a literal list of names.
     """
     names = {}
     for path in sorted((ROOT / PACKAGE).rglob("__init__.py")):
@@ -39,7 +39,7 @@ def public_names() -> dict[str, list[str]]:
 
 
 def imported_names(package: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields each module from which the `__init__.py` of a package imports, and the names."""
+    """Yields each module from which a package's `__init__.py` imports, and the imported names."""
     path = ROOT / package.replace(".", "/") / "__init__.py"
     if not path.exists():
         return
@@ -55,7 +55,7 @@ def hidden_names(package: str) -> dict[str, str]:
     program that reads the source finds the module `attend.py` under this name.
 
     Returns:
-      The full name of each of these names, such as ``synthesizer_jax.attention.attend.attend``.
+      The full name of every hidden name, such as ``synthesizer_jax.attention.attend.attend``.
     """
     folder = ROOT / package.replace(".", "/")
     return {

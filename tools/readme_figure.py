@@ -25,13 +25,13 @@ SYSTEMS = {
     "Random": "Random Synthesizer (ours)",
     "Gaussian": "hard-coded Gaussian (ours)",
 }
-"""The rows to draw and their labels."""
+"""The table rows that are drawn, with their labels."""
 COLUMNS = {4: "forward and backward pass, ms", 7: "temporary memory, MB"}
-"""The columns to draw, by index (from 1), and their labels."""
+"""The table columns that are drawn, as indices counted from 1, with their labels."""
 
 
 def _read_table(page: str) -> dict[str, list[str]]:
-    """Returns the cells of the section's table, by the name of the row.
+    """Returns the cells of the table in the page's section, by the name of the row.
 
     Args:
       page: the content of `docs/performance.md`.
@@ -48,7 +48,7 @@ def main() -> None:
     colors = [figures.OURS if label.endswith("(ours)") else figures.BASELINE for label in labels]
 
     def draw(narrow: bool) -> Figure:
-        """Returns the figure, with the panels below each other if it is narrow."""
+        """Returns the figure. In a narrow figure, the panels are below each other."""
         figure = Figure(figsize=(4.4, 4.8) if narrow else (9, 2.4), layout="constrained")
         panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
         for axes, (column, label) in zip(panels, COLUMNS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Adds pages to the site (mkdocs.yml) that are not in docs/: the root's pages and the reference."""
+"""Adds the pages of the repository's root and of the reference to the site (mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # MkDocs runs this file as a script, and restores the path after it
+# MkDocs runs this file as a script, and restores the import path afterwards.
+sys.path.insert(0, str(ROOT))
 
 from tools.public_names import (  # noqa: E402
     PACKAGE,
@@ -33,7 +34,7 @@ OF_ROOT = {
 }
 
 WIDE = ("performance.md",)
-"""Pages with wide tables, for which the table of contents is hidden."""
+"""The pages with wide tables. The table of contents of these pages is hidden."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -56,10 +57,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str:
-    """Changes links to pages.
+    """Changes the links of a page to other pages.
 
-    Links to pages of the root get the names of these pages in the site. A link whose text is the
-    name of a file gets the title of the page as its text.
+    A link to a page of the root is changed to the name of this page in the site. If the text of a
+    link is the name of a file, the title of the page becomes the text.
     """
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
@@ -70,9 +71,9 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: object) -> str:
-    """Registers the anchors of names, and links full names in code to their entries.
+    """Registers the anchors of names, and links full names in code to entries of the reference.
 
-    Full names are, for example, those of the Linen classes in the docstrings of the NNX classes.
+    For example, the docstrings of NNX classes contain the full names of Linen classes.
     """
     for name in re.findall(r'<a id="(synthesizer_jax[\w.]+)"></a>', html):
         config.plugins["autorefs"].register_anchor(page, name)
@@ -91,7 +92,7 @@ def on_post_build(config: Any) -> None:
 
 
 def link(target: str) -> str:
-    """Returns the address in the site of a target relative to the root or docs/."""
+    """Returns the address in the site for a link target that is relative to the root or docs/."""
     return OF_ROOT.get(target, target)
 
 
@@ -114,7 +115,7 @@ def pages(nav: Any) -> Iterator[str]:
 
 
 def commands() -> str:
-    """Returns the page of all commands and options, which is made from their parsers."""
+    """Returns the page of all commands and options, which is generated from the parsers."""
     sys.path.insert(0, str(ROOT))
     from synthesizer_jax.cli.main import app
     from tpu_scripts.launch import make_parser

@@ -13,14 +13,14 @@ from tools.variants_table import variants_table
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 TABLES: dict[str, Callable[[], str]] = {"tasks": tasks_table, "variants": variants_table}
-"""The functions that return the tables.
+"""The functions that return the generated tables, by the names of the tables.
 
 The table NAME is written between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of NAME.md.
 """
 
 
 def renewed(name: str) -> tuple[pathlib.Path, str]:
-    """Returns the path of a page, and its text with the current table."""
+    """Returns the path of the page with a table, and the text of the page with the new table."""
     path = DOCS / f"{name}.md"
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     before, _, remainder = path.read_text(encoding="utf-8").partition(begin)

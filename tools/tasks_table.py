@@ -19,11 +19,11 @@ SECTIONS = {
     "Dialogue": ("convai2", "xpersona"),
     "Classification of texts": ("ag_news", "imdb"),
 }
-"""The beginnings of the names of the tasks in each section, by the title of the section."""
+"""Maps the title of each section to the beginnings of the names of the section's tasks."""
 
 
 def tasks_table() -> str:
-    """Returns the tables in Markdown, each below a heading."""
+    """Returns the tables in Markdown. Each table has a heading."""
     known = [task for name, task in TASKS.items() if "_sentinel" not in name]
     sections = [
         "\n".join(_section(title, [task for task in known if task.name.startswith(beginnings)]))
@@ -49,7 +49,7 @@ HEADERS = ("objective", "metrics", "splits")
 
 
 def _cells(task: Task) -> tuple[str, ...]:
-    """Returns the cells of a task's row, in the order of `HEADERS`. Usual splits are left out."""
+    """Returns the cells of a task's row in the order of `HEADERS`, without the usual splits."""
     names = [name for name, objective in OBJECTIVES.items() if objective == task.objective]
     splits = ", ".join(task.splits)
     return (

@@ -1,4 +1,4 @@
-"""Installs the wheel in dist/ in a new environment, and uses it outside of the repository."""
+"""Installs the wheel in dist/ in a new environment, and tries it outside of the repository."""
 
 from __future__ import annotations
 

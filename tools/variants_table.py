@@ -28,7 +28,7 @@ FIELDS: dict[str, Any] = {
     "hidden_dim": 50,
     "parts": (DotProduct(), Random(max_length=LENGTH)),
 }
-"""Values of the fields that a variant requires."""
+"""The values of the fields that variants require."""
 
 
 def variants_table() -> str:
@@ -82,13 +82,13 @@ def _table_row(name: str, cls: type[nn.Module], layer: Mixer) -> str:
 
 
 def _make_causal(layer: Mixer) -> Mixer:
-    """Returns the layer for decoders. Some mixers have a field for it."""
+    """Returns the causal form of a layer for decoders. Some mixers have a field for causality."""
     is_field = "causal" in {field.name for field in dataclasses.fields(layer)}
     return layer.copy(causal=True) if is_field else layer
 
 
 def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
-    """Returns the number of parameters and of FLOPs of a forward pass.
+    """Returns the number of parameters and the number of FLOPs of a forward pass.
 
     Returns None if the layer does not support this use.
     """
@@ -101,7 +101,7 @@ def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
 
     try:
         variables = jax.eval_shape(init, *inputs)
-    except ValueError:  # raised by layers that do not support this use
+    except ValueError:  # the layer does not support this use
         return None
     forward = jax.make_jaxpr(lambda v, *xs: layer.apply(v, *xs, mask=mask))(variables, *inputs)
     return num_elements(variables.get("params", {})), flops(forward.jaxpr)

@@ -1,4 +1,4 @@
-"""Writes `costs/zoo.json`, the costs of the named models, which take a minute or two to compute.
+"""Computes the costs of the named models in a minute or two, and writes `costs/zoo.json`.
 
 Run ``python -m tools.zoo_costs`` after changing the zoo or what `summarize` counts.
 """
@@ -17,7 +17,7 @@ from synthesizer_jax.models.zoo import ZOO
 
 COSTS = pathlib.Path(synthesizer_jax.__file__).parent / "costs" / "zoo.json"
 INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
-"""The lengths for which the operations in the file are counted."""
+"""The sequence lengths for which the operations in `costs/zoo.json` are counted."""
 
 
 def costs(name: str) -> dict[str, JSON]:
@@ -34,7 +34,7 @@ def costs(name: str) -> dict[str, JSON]:
 
 
 def _limit_lengths(model: TokenModel, *lengths: int) -> list[int]:
-    """Returns the lengths, cut to the number of positions that every mixer has."""
+    """Returns the lengths, reduced to the number of positions that all mixers support."""
     limits = [
         fields_of(run.block.self_mixer).get("max_length")
         for stack in stacks_of(model).values()

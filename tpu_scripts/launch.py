@@ -39,23 +39,23 @@ from collections.abc import Sequence
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
 GCLOUD = ["gcloud", "compute", "tpus", "queued-resources"]
 GONE = ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")
-"""States of a request whose machines will not come back."""
+"""The states of a request whose machines will not come back."""
 
 SOFTWARE = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}
-"""The software of the machines, by generation. All others have `tpu-ubuntu2204-base`."""
+"""The software of machines, by generation. Other generations use `tpu-ubuntu2204-base`."""
 
 INTERRUPTED = ("75", "143", "idle")
-"""What a host reports if its run must be started again.
+"""The states that a host reports if its run must be started again.
 
-The exit code is 75 if the run has saved, and 143 if it was stopped before it could save. The host
-is idle if the run was lost.
+The exit code is 75 if the run has saved, and 143 if the run was stopped before it could save. The
+host is idle if the run was lost.
 """
 
 READS_DATA = ("train", "distill", "eval", "predict", "inspect")
-"""The commands of the program that prepare missing data."""
+"""The commands of `synthesizer-jax` that prepare missing data."""
 
-# The following scripts run on every host. A run holds a lock on run.lock until it ends, and then
-# writes its exit code to run.exit.
+# The following scripts run on every host. A run holds a lock on run.lock until the run ends.
+# Afterwards, its exit code is written to run.exit.
 SETUP = """
 set -e
 mkdir -p synthesizer_jax && tar -xzf synthesizer_jax.tar.gz -C synthesizer_jax && cd synthesizer_jax
@@ -75,8 +75,8 @@ COPY_FILE = (
 )
 """A program that copies a file to a path, which may be in a bucket."""
 
-# Copies the log every minute, and again when the run has ended. SIGTERM, which a preemption sends,
-# does not stop it before that.
+# This script copies the log every minute, and again when the run has ended. A preemption sends
+# SIGTERM, which the script ignores so that it can copy the end of the log.
 KEEP_LOG = """
 setsid nohup sh -c 'trap "" TERM; keep() { .venv/bin/python -c "$0" run.log "$1/$(hostname).log"; }
 until flock -w 60 run.lock true; do keep "$1"; done; keep "$1"' \
@@ -100,7 +100,7 @@ def fail(message: str) -> None:
 
 
 class Pod:
-    """A queued resource and its machines.
+    """A queued resource together with its machines.
 
     Args:
       args: the options of the command line.
@@ -117,7 +117,7 @@ class Pod:
 
         Args:
           command: the command and its arguments.
-          tries: how often to try. New machines refuse the first connections.
+          tries: the maximum number of attempts. New machines refuse the first connections.
         """
         if self.args.dry_run:
             print(shlex.join(command))
@@ -147,7 +147,7 @@ class Pod:
         question = [sys.executable, "-I", str(chips), args.type]
         found = subprocess.run(question, stdout=subprocess.PIPE, text=True, check=False)
         if found.returncode:
-            sys.exit(found.returncode)  # the program has printed the sizes that exist
+            sys.exit(found.returncode)  # the program has printed the existing sizes
         chip, kind, topology, _, usual = found.stdout.split()
         if chip == "tpu7x":
             fail("TPU7x is only available on GKE. See docs/pods.md.")
@@ -172,8 +172,8 @@ class Pod:
     def state(self) -> str:
         """Returns the state of the request.
 
-        It is NONE if there is no request, and SUSPENDED if one of the machines is gone. It is
-        UNKNOWN if gcloud fails.
+        The state is NONE if there is no request, and SUSPENDED if one of the machines is gone. The
+        state is UNKNOWN if gcloud fails.
         """
         question = [*GCLOUD, "describe", self.args.name, *self.place, "--format=value(state.state)"]
         machines = ["gcloud", "compute", "tpus", "tpu-vm", "list", *self.place]
@@ -240,7 +240,7 @@ class Pod:
         return re.findall(r"^run \S+ (\S+)$", answer.stdout, re.MULTILINE)
 
     def watch(self) -> str:
-        """Waits until a run has ended, and returns how.
+        """Waits until a run has ended, and returns how the run has ended.
 
         Returns:
           "finished", "interrupted", or the exit code of a host that failed.
@@ -255,7 +255,8 @@ class Pod:
             failed = [state for state in states if state not in ("0", "running", *INTERRUPTED)]
             if any(state in INTERRUPTED for state in states) and not failed:
                 return "interrupted"
-            # Runs crash before machines are taken away, so a failure counts only if it persists.
+            # Runs may crash shortly before machines are taken away. A failure therefore counts only
+            # if it persists.
             failures = failures + 1 if failed else 0
             silences = 0 if states else silences + 1
             if failures == 3:
@@ -272,10 +273,10 @@ class Pod:
             )
 
     def _is_running(self, command: Sequence[str]) -> bool:
-        """Starts a run unless it is running already, and returns whether this succeeded."""
+        """Starts a run unless it is already running, and returns whether the run is running."""
         if "running" in self.host_states():
             return True
-        # Some hosts may still have a run from before an interruption.
+        # On some hosts, a run from before an interruption may still be running, so stop it first.
         return self.setup() and self.on_hosts(STOP) and self.start(command)
 
     def babysit(self, command: Sequence[str]) -> None:
@@ -336,13 +337,13 @@ def check_data(command: Sequence[str], extras: str) -> None:
 
 
 def check_command(command: Sequence[str], extras: str) -> None:
-    """Checks the directories, the data, the recipe and its fields, before they cost money."""
+    """Checks the directories, the data, the recipe and its fields before machines cost money."""
     for name, place in options_of(command).items():
         if name in ("--workdir", "--data-dir", "vocabulary.path") and not place.startswith("gs://"):
             fail(f"{name} is {place}, which is deleted with the machines. Give gs://BUCKET/….")
     check_data(command, extras)
     if command[0] == "train" and shutil.which("synthesizer-jax"):
-        # The words --set and those after them.
+        # Keep every word --set and the word after it.
         settings = [w for i, w in enumerate(command) if "--set" in (w, command[i - 1])]
         checked = ["synthesizer-jax", "recipes", command[1], *settings]
         if subprocess.run(checked, stdout=subprocess.DEVNULL, check=False).returncode:
@@ -405,7 +406,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options, and the command that follows `--`."""
+    """Returns the launcher's options, and the command that follows `--`."""
     end = words.index("--") if "--" in words else len(words)
     args = make_parser().parse_args(words[:end])
     if not re.fullmatch("[a-z]+-[a-z]+[0-9]+-[a-z]", args.zone):
@@ -436,7 +437,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def main() -> None:
-    """Runs an action."""
+    """Runs the action that the command line names."""
     args, command = parse_arguments(sys.argv[1:])
     pod = Pod(args)
     if args.action == "create":

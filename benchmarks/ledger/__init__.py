@@ -1,7 +1,7 @@
-"""The ledger: the experiments of the papers over several seeds, and the page docs/results.md.
+"""Repeats the experiments of the papers over several seeds, and writes docs/results.md.
 
-Nothing else in the repository uses it. Skip it unless you want to repeat or extend the results. It
-has these modules:
+Nothing else in the repository uses this package. Skip it unless you want to repeat or extend the
+results. The package has these modules:
 
 - `tables` reads docs/results.toml, which defines the tables, and lists the runs that they need;
 - `data` makes the data sets and vocabularies of the runs;
@@ -9,5 +9,5 @@ has these modules:
 - `computed` computes metrics that need no run, and `speed` times training steps and decoding;
 - `page` writes docs/results.md and its picture from these numbers.
 
-``python -m benchmarks.ledger`` is the command.
+Run ``python -m benchmarks.ledger`` to use the package.
 """

@@ -5,10 +5,11 @@
     python -m benchmarks.ledger write
 
 `run` makes the runs that docs/results.json does not have, with the commands that a user would type.
-It adds every run to this file when it has finished, so that it continues after an interruption.
-`speed` measures the training steps of all systems of a table in turns, in one process. `write`
-writes the page from the measurements, without running anything. docs/results.toml defines the
-tables. `benchmarks/ledger/data.py` makes the data, and the vocabularies in the work directory.
+When a run has finished, it is added to docs/results.json. After an interruption, the same command
+continues with the missing runs. `speed` measures the training steps of all systems of a table in
+one process. The systems take turns. `write` writes the page from the measurements, without running
+anything. docs/results.toml defines the tables. The module `benchmarks/ledger/data.py` makes the
+data sets, and the vocabularies in the work directory.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.primitives.parameters import abstract_variables
 
 LENGTH = 32
-"""The number of tokens of `divergence`."""
+"""The number of tokens for which `divergence` fits a head."""
 WIDTH = 64
-"""The number of their features."""
+"""The number of features of each token in `divergence`."""
 STEPS = 4000
-"""The number of steps in which a head is fitted."""
+"""The number of optimization steps for which `divergence` fits a head."""
 
 
 def millions(run: Run) -> float:
@@ -27,13 +27,13 @@ def millions(run: Run) -> float:
 
 
 def divergence(run: Run) -> float:
-    """Returns how far one head stays from random attention weights: a divergence in nats per query.
+    """Returns the divergence between one head and random attention weights, in nats per query.
 
     Adam fits the queries and keys of the head to random weights ``[32, 32]`` for random tokens with
-    64 features. The logits of these weights are normal with a standard deviation of 2. The size of
-    the head is the name of the system. By theorem 1 of Bhojanapalli et al. 2020, a head can express
-    all weights if it is as wide as there are tokens, and the tokens have as many features. A
-    narrower head cannot.
+    64 features. The logits of these weights are normal with a standard deviation of 2. The name of
+    the system is the size of the head. By theorem 1 of Bhojanapalli et al. 2020, a head can express
+    all attention weights if its size and the number of features are at least the number of tokens.
+    A smaller head cannot express all weights.
     """
     head_dim = int(run.system)
     keys = jax.random.split(jax.random.key(run.seed), 4)
@@ -50,7 +50,7 @@ def divergence(run: Run) -> float:
         return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1))
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
-        """Makes one step of Adam."""
+        """Makes one optimization step with Adam."""
         kernels, state = carry
         updates, state = optimizer.update(jax.grad(loss)(kernels), state)
         return (optax.apply_updates(kernels, updates), state), None

@@ -6,7 +6,7 @@ FILES has the folders ``multi30k``, ``wikitext-2``, ``glue`` and ``super_glue`` 
 published, and samples of other data: ``ag_news`` (labeled descriptions, and test.csv),
 ``wmt15_ende_sample``, ``wmt_newstest``, ``cnn_dailymail_sample`` and ``personachat_xpersona_en``.
 ``sentencepiece/t5_spiece.model`` is T5's vocabulary. If a folder is missing, its data sets are left
-out, and the tables that need them cannot be made.
+out. The tables that need these data sets can then not be made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = dict[str, str]
 
 
 TEXT = ("--input", "{input}", "--target", "{target}")
-"""The options of an import whose rows have an input and a target."""
+"""The options for importing rows that have an input and a target."""
 
 
 def lines(path: pathlib.Path) -> Iterator[str]:
@@ -37,7 +37,7 @@ def lines(path: pathlib.Path) -> Iterator[str]:
 
 
 def pairs(sources: pathlib.Path, targets: pathlib.Path) -> Iterator[Row]:
-    """Yields a row for each line of two files of sentences, which are translations."""
+    """Yields a row for each line of two files, which contain translations of each other."""
     for source, target in zip(lines(sources), lines(targets), strict=True):
         yield {"input": source, "target": target}
 
@@ -56,7 +56,7 @@ def turns(path: pathlib.Path) -> Iterator[Row]:
 
 
 def command(*words: object) -> None:
-    """Runs `synthesizer-jax`."""
+    """Runs the command `synthesizer-jax`."""
     subprocess.run([sys.executable, "-m", "synthesizer_jax", *map(str, words)], check=True)
 
 
@@ -75,12 +75,12 @@ class Importer:
         self.workdir = workdir
 
     def load(self, name: str, source: object, *options: object) -> None:
-        """Imports a data set, and replaces one with the same name."""
+        """Imports a data set, which replaces an existing data set with the same name."""
         directory = ("--data-dir", self.data_dir, "--renew")
         command("data", "import", name, "--from", source, *options, *directory)
 
     def load_rows(self, name: str, splits: dict[str, Iterable[Row]], *options: str) -> None:
-        """Writes rows to files, and imports them as a data set of one's own."""
+        """Writes rows to files, and imports these files as a new task."""
         words: list[object] = []
         for split, rows in splits.items():
             path = self.workdir / f"{name}_{split}.jsonl"
@@ -95,7 +95,7 @@ class Importer:
         command("data", "vocabulary", task, *options, "--data-dir", self.data_dir)
 
     def copy_t5_vocabulary(self) -> None:
-        """Copies T5's vocabulary."""
+        """Copies the file of T5's vocabulary."""
         path = self.files / "sentencepiece" / "t5_spiece.model"
         if path.exists():
             shutil.copyfile(path, self.workdir / "spiece.model")
@@ -109,7 +109,7 @@ class Importer:
             self.train_vocabulary("glue_sst2_v002", "sst.model", 8000)
 
     def import_multi30k(self) -> None:
-        """Imports Multi30k, English to German."""
+        """Imports Multi30k for translation from English to German."""
         folder = self.files / "multi30k"
         if not folder.is_dir():
             return
@@ -121,7 +121,7 @@ class Importer:
         self.train_vocabulary("multi30k_en_de", "multi30k.model", 4000)
 
     def import_wikitext(self) -> None:
-        """Imports WikiText-2: its articles as texts, and its lines to train a vocabulary on."""
+        """Imports the articles of WikiText-2, and its lines to train a vocabulary on."""
         valid = self.files / "wikitext-2" / "valid.txt.gz"
         if not valid.exists():
             return
@@ -138,20 +138,20 @@ class Importer:
             return
         labels = ("--labels", "1=World,2=Sports,3=Business,4=Sci/Tech")
         options = ("--input", "{text}", "--target", "{label}", *labels)
-        # Cells that contain quotes are quoted as in CSV.
+        # In these files, cells that contain quotes are quoted as in CSV.
         table = csv.reader(
             lines(folder / "train_subset10k_description_only.tsv.gz"), delimiter="\t"
         )
         rows = ({"text": text, "label": label} for text, label in table)
         self.load_rows("ag_descriptions", {"train": rows}, *options)
-        # Without --renew, the validation split is added to the data set.
+        # This import has no --renew, so that the validation split is added to the data set.
         source = ("--from", f"validation={folder / 'test.csv.gz'}", "--columns", "label,title,text")
         name = ("--name", "ag_descriptions")
         command("data", "import", "mine", *name, *source, *options, "--data-dir", self.data_dir)
         self.train_vocabulary("ag_descriptions", "ag.model", 8000)
 
     def import_wmt(self) -> None:
-        """Imports a sample of WMT 2015, English to German, with newstest2013 for validation."""
+        """Imports an English-German sample of WMT 2015, with newstest2013 for validation."""
         folder = self.files / "wmt15_ende_sample"
         if not folder.is_dir():
             return

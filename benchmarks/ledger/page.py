@@ -1,4 +1,4 @@
-"""Writes docs/results.md and the picture of README from the tables and numbers of the ledger."""
+"""Writes docs/results.md and the README's picture from the tables and numbers of the ledger."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ the metrics, the curve, the machine and the versions of every run.
 """
 
 OVERVIEW = ("cotraining", "translation", "language_models", "classification")
-"""The tables that the picture shows."""
+"""The names of the tables that the picture shows."""
 
 Results = Mapping[str, Any]
-"""The contents of docs/results.json: runs by name and seed, and speeds by name."""
+"""The contents of docs/results.json, which are runs by name and seed and speeds by name."""
 
 
 def values_by_seed(run: Run, results: Results) -> dict[str, float]:
-    """Returns the metric of all runs of the system of `run`, by seed."""
+    """Returns the metric of every run of the same system as `run`, by seed."""
     entries = results["runs"].get(run.name, {})
     metric = run.table.metric
     return {
@@ -104,7 +104,7 @@ def values_by_seed(run: Run, results: Results) -> dict[str, float]:
 
 
 def differences(values: Mapping[str, float], baseline: Mapping[str, float]) -> list[float]:
-    """Returns the differences from the baseline for all seeds that both systems have."""
+    """Returns a system's differences from the baseline, for all seeds that both systems have."""
     return [values[seed] - baseline[seed] for seed in values if seed in baseline]
 
 
@@ -126,7 +126,7 @@ def with_error(values: Iterable[float], form: str) -> str:
 
 
 def judge(differences: Sequence[float], published: float) -> str | None:
-    """Says how probable it is that the true difference has the sign of the published one.
+    """Returns how probable it is that the true difference has the sign of the published one.
 
     Returns:
       The verdict with its probability, such as ``agrees (0.992)``, or None if there are fewer than
@@ -176,12 +176,12 @@ def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
 
 
 def count_runs(table: Table, results: Results) -> str:
-    """Says how many seeds a table has and on which machines its runs were made."""
+    """Returns a sentence about the number of seeds of a table and the machines of its runs."""
     entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
     devices = [entry["device"] for seeds in entries for entry in seeds.values()]
     if not devices:
         return ""
-    # A device is described as in "cpu, 2 cores" or "NVIDIA H200, 16 cores".
+    # The description of a device has the form "cpu, 2 cores" or "NVIDIA H200, 16 cores".
     kinds = collections.Counter(device.split(",")[0].split()[-1] for device in devices)
     names = {"cpu": "a CPU", "H200": "an H200"}
     places = [f"{count} on {names[kind]}" for kind, count in kinds.items()]
@@ -190,7 +190,7 @@ def count_runs(table: Table, results: Results) -> str:
 
 
 def section(table: Table, results: Results) -> str:
-    """Returns the section of a table: what follows from it, the numbers, and the setting."""
+    """Returns the section of a table with its conclusion, its numbers and its setting."""
     rows = list(rows_of(table, results))
     first = next(iter(table.systems))
     columns = {
@@ -220,7 +220,7 @@ def section(table: Table, results: Results) -> str:
 
 
 def count_verdicts(tables: Iterable[Table], results: Results) -> dict[str, int]:
-    """Returns how many comparisons have each verdict, and how many there are in total."""
+    """Returns how many comparisons have each verdict, and the total number of comparisons."""
     rows = (row for table in tables for row in rows_of(table, results))
     verdicts = [row["verdict"].split()[0] for row in rows if row.get("verdict")]
     counts = collections.Counter(verdicts)
@@ -233,7 +233,7 @@ def count_verdicts(tables: Iterable[Table], results: Results) -> dict[str, int]:
 
 
 def other_row(table: Table, results: Results) -> dict[str, Any]:
-    """Returns a row of the last table, for a table from which no order follows."""
+    """Returns the row in the last table for a table without a conclusion."""
     runs = list(table.runs([0]))
     entries = [e for run in runs for e in results["runs"].get(run.name, {}).values()]
     values = []
@@ -255,7 +255,7 @@ def other_row(table: Table, results: Results) -> dict[str, Any]:
 
 
 def machines(results: Results) -> str:
-    """Returns the table that says on which machines the measurements were made, and when."""
+    """Returns a table of the machines and the dates of the measurements."""
     runs = [entry for seeds in results["runs"].values() for entry in seeds.values()]
     speeds = list(results["speed"].values())
     rows = []
@@ -284,12 +284,13 @@ def machines(results: Results) -> str:
 
 
 def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
-    """Draws how far systems are from the first one of their table, here and in the papers."""
+    """Draws the differences from the first system of a table, both measured and published."""
 
     def draw(narrow: bool) -> Figure:
-        """Returns the figure for narrow or for wide screens."""
+        """Returns the figure for narrow screens or for wide screens."""
         if narrow:
-            # The panels are below each other, each as high as its systems need.
+            # Place the panels below each other. The height of a panel depends on its number of
+            # systems.
             figure = Figure(figsize=(4.4, 10.5), layout="constrained")
             heights = [len(compared_runs(tables[name])) + 2 for name in OVERVIEW]
             panels = figure.subplots(len(OVERVIEW), 1, height_ratios=heights)
@@ -301,7 +302,7 @@ def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
         for axes, name in zip(panels, OVERVIEW, strict=True):
             draw_differences(axes, tables[name], results)
 
-        # Empty series give the legend its entries.
+        # Draw empty series, so that the legend has these entries.
         panels[0].plot([], [], "o", color=figures.OURS, label="here: mean ± standard error")
         panels[0].plot([], [], "D", color=figures.OTHER, fillstyle="none", label="paper")
         figure.legend(loc=place, ncols=2, frameon=False)
@@ -317,10 +318,10 @@ def compared_runs(table: Table) -> list[Run]:
 
 
 def draw_differences(axes: Axes, table: Table, results: Results) -> None:
-    """Draws how far the systems of a table are from its first one."""
+    """Draws the differences between the systems of a table and its first system."""
     first, *_ = table.runs([0])
     baseline = values_by_seed(first, results)
-    drawn = compared_runs(table)[::-1]  # the first system is at the top
+    drawn = compared_runs(table)[::-1]  # puts the first system at the top
     for y, run in enumerate(drawn):
         own = differences(values_by_seed(run, results), baseline)
         axes.errorbar(
@@ -335,7 +336,7 @@ def draw_differences(axes: Axes, table: Table, results: Results) -> None:
 
 
 def page(tables: Mapping[str, Table], results: Results) -> str:
-    """Returns the page of results."""
+    """Returns the text of docs/results.md."""
     main = [table for table in tables.values() if table.follows]
     others = [other_row(table, results) for table in tables.values() if not table.follows]
     columns = {"recipe": "recipe", "steps": "steps|,d", "data": "data", "value": "value"}

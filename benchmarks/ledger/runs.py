@@ -21,17 +21,17 @@ NUMBERS = RESULTS / "results.json"
 
 
 def load() -> dict[str, Any]:
-    """Returns the measurements: ``runs`` and ``speed``, by the names of the runs."""
+    """Returns the measurements ``runs`` and ``speed``, each by the name of the run."""
     return json.loads(NUMBERS.read_text(encoding="utf-8"))
 
 
 def save(results: dict[str, Any]) -> None:
-    """Writes the measurements."""
+    """Writes the measurements to docs/results.json."""
     report.write_file(NUMBERS, json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def versions() -> dict[str, str]:
-    """Returns what the numbers of a run may depend on: the date, the machine and versions."""
+    """Returns the date, the machine and the versions, on which the numbers of a run may depend."""
     import jax  # here, because writing the page does not need it
 
     return {
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yields the commands of a run: training or distillation, then evaluation of the test split."""
+    """Yields the commands of a run, which train or distill and then evaluate the test split."""
     settings = [f"training.seed={run.seed}"]
     start = ["train", run.recipe]
     if run.teacher:
@@ -66,7 +66,7 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run and returns its entry.
 
-    This takes little time if the directory of the run has its results already.
+    The function takes little time if the directory of the run already has its results.
     """
     if run.table.computed:
         from benchmarks.ledger import computed  # here, because writing the page does not need it
@@ -85,7 +85,7 @@ def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the metrics of a finished run, and its curve.
+    """Returns the metrics and the curve of a finished run.
 
     The curve has a pair ``[step, value]`` for each evaluation.
     """
@@ -109,10 +109,10 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
-    """Makes the missing runs of tables, first those of the first seed.
+    """Makes the missing runs of tables, beginning with the runs of the first seed.
 
-    The run from which another one starts is made before it, even if its results are known, because
-    its directory is needed.
+    If a run starts from another run, the other run is made first. It is made even if its results
+    are known, because its directory is needed.
     """
     known = load()["runs"]
     facts = versions()
@@ -132,7 +132,7 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
 
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
-    """Measures the speeds of all systems of each table in turns, as medians of `--rounds` steps."""
+    """Measures the speeds of the systems of each table as medians of `--rounds` steps."""
     from benchmarks.ledger.speed import Timer
 
     for table in tables:

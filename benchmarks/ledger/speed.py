@@ -1,4 +1,4 @@
-"""Times training steps and decoding of a recipe's model, in turns with other models."""
+"""Times the training steps and the decoding of a recipe's model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from synthesizer_jax.training.trainer import Trainer
 
 
 class Timer:
-    """A compiled training step and the decoding of its inputs, with random tokens without padding.
+    """A compiled training step and decoder, which are timed on random tokens without padding.
 
     Attributes:
       memory_mb: the memory that the compiled step needs, including parameters and optimizer state.
@@ -56,7 +56,7 @@ class Timer:
         """Decodes the inputs greedily to the full length, and returns the time in seconds."""
         params = self._state.params
         if "logits_kernel" in params:
-            # With these logits, the end of the sequence is never the most probable token.
+            # Set the logit of EOS to zero, so that EOS is never the most probable token.
             params = params | {"logits_kernel": params["logits_kernel"].at[:, 1].set(0.0)}
         variables = {"params": params, "constants": self._state.constants}
         begin = time.perf_counter()

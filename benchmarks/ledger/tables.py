@@ -1,4 +1,4 @@
-"""Reads the tables of docs/results.toml, and says which runs they need."""
+"""Reads the tables of docs/results.toml, and lists the runs that they need."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 """The folder with the definitions of the tables, the measurements and the pages."""
 INHERITED = ("metric", "unit", "vocabulary", "settings", "steps", "test")
-"""Fields that a table takes over from another one, which its field ``like`` names.
+"""The fields that a table inherits from the table that its field ``like`` names.
 
-A table's own settings come after those of the other table.
+If both tables have settings, a table's own settings come last.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training: a system of a table, with a seed."""
+    """A training run of one system of a table with one seed."""
 
     table: Table
     system: str
@@ -27,12 +27,12 @@ class Run:
 
     @property
     def recipe(self) -> str:
-        """The recipe of the system."""
+        """The recipe of the run's system."""
         return self.table.recipe.format(self.table.systems[self.system])
 
     @property
     def teacher(self) -> Run | None:
-        """The run whose activations a distillation learns, or None if there is no distillation.
+        """The run whose activations a distillation learns, or None for other kinds of runs.
 
         The teacher itself may be a system of the same table.
         """
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name in docs/results.json: the recipe, and the teacher's recipe if there is one."""
+        """The name in docs/results.json, which contains the recipe and the recipe of a teacher."""
         if self.teacher:
             return f"{self.recipe} of {self.teacher.recipe}"
         return self.recipe
@@ -61,7 +61,7 @@ class Run:
     def _find(self, recipe: str) -> Run | None:
         """Returns the run of another table with this recipe, the same argument and the same seed.
 
-        It returns None if `recipe` is empty.
+        The result is None if `recipe` is empty.
         """
         if not recipe:
             return None
@@ -76,27 +76,28 @@ class Table:
 
     Attributes:
       title: the heading of its section.
-      about: what is trained, on which data, and how it is measured.
-      recipe: the recipe of all systems. A system's argument takes the place of ``{}``.
-      systems: the arguments of the recipe, by the names of the systems in the table. The others are
-        compared with the first system.
+      about: a description of what is trained, on which data, and how the result is measured.
+      recipe: the recipe of all systems. ``{}`` stands for the argument of a system.
+      systems: the arguments of the recipe, by the names of the systems in the table. All other
+        systems are compared with the first system.
       rows: the heading of the first column.
-      follows: what follows from the table. A table without it becomes a row of the last table.
-      note: explanations.
-      metric: the key of the metric in the log of a run, or ``test/TASK/METRIC``. If it is empty,
-        the table shows speeds.
+      follows: the conclusion from the table. A table without a conclusion becomes a row of the last
+        table.
+      note: explanations of the table.
+      metric: the key of the metric in the log of a run, or ``test/TASK/METRIC``. If `metric` is
+        empty, the table shows speeds.
       unit: the heading of the metric's column.
       computed: whether `ledger.computed` computes the metric and nothing is trained.
       seeds: the number of seeds.
-      form: the format of its numbers.
-      paper: the values that the paper reports, by the names in the table. A pair has a value for
-        the system and one for the first system.
-      source: which paper reports which metric, and how its values are known.
+      form: the format of the numbers in the table.
+      paper: the values that the paper reports, by the names of the systems in the table. A pair
+        contains the value of the system and the value of the first system.
+      source: the paper that reports the metric, and how the values of the paper are known.
       comparable: whether the systems have learned enough to be compared with the paper's order.
       vocabulary: the file of the vocabulary, relative to the work directory.
       settings: settings that differ from those of the recipes.
       steps: the number of steps, if it differs from that of the recipes.
-      test: the options of `eval` for the test split. If there are none, the metric is measured on
+      test: the options of `eval` for the test split. If `test` is empty, the metric is measured on
         the evaluation split of the recipe.
       teacher: the recipe of the teacher, for distillations.
       init_from: the recipe of the pre-trained run that the runs start from.
@@ -130,9 +131,9 @@ class Table:
             yield from (Run(self, system, seed) for system in self.systems)
 
     def published_difference(self, system: str) -> float | None:
-        """Returns the paper's difference between a system and the first one.
+        """Returns the paper's difference between a system and the first system of the table.
 
-        It returns None for the first system, and if the paper does not report the system.
+        The result is None for the first system, and for systems that the paper does not report.
         """
         first, *_ = self.systems
         value = self.paper.get(system)

@@ -1,7 +1,7 @@
-"""A worker of `gpu.py`: attention on one device.
+"""A worker of `gpu.py` that checks and times attention on one device.
 
-It measures the errors of every route, and times to compare with `jax.nn` and Flax. All programs are
-compiled on several threads before the first one is timed.
+The worker measures the error of every route, and the times of this package, `jax.nn` and Flax. All
+programs are compiled on several threads before the first one is timed.
 """
 
 import concurrent.futures
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A call of `attend`. Its arrays are random and differ between checks.
+    """A call of `attend`. Every check draws other random arrays for it.
 
     Attributes:
       kinds: the terms of the logits: ``dot``, ``bias``, ``static`` or ``taps``.
@@ -81,14 +81,14 @@ PROBLEMS = {
     "taps, causal": Problem(("taps",), mask="causal"),
 }
 BOUNDS = {"float32": 3e-3, "bfloat16": 2e-2}
-"""The largest allowed ‖x − r‖ / ‖r‖ by dtype.
+"""The largest allowed relative error ‖x − r‖ / ‖r‖, by dtype.
 
-Matrix products of float32 arrays are computed in TF32.
+The GPU computes matrix products of float32 arrays in TF32.
 """
 
 
 def shrink(length: int) -> int:
-    """Returns a length, which is shorter with `--tiny`."""
+    """Returns the length, or a shorter length with `--tiny`."""
     return max(12, length // 16) if options["tiny"] else length
 
 
@@ -99,7 +99,7 @@ def draw(problem: Problem, seed: int) -> tuple[dict[str, np.ndarray], Mask, np.n
     q, k = shrink(problem.queries), shrink(problem.keys)
 
     def normal(*shape: int) -> np.ndarray:
-        """Returns normal numbers in float32."""
+        """Returns normally distributed random numbers in float32."""
         return rng.standard_normal(shape).astype(np.float32)
 
     arrays = {"value": normal(b, k, h, e)}
@@ -120,7 +120,7 @@ def make_mask(problem: Problem, b: int, q: int, k: int, rng: np.random.Generator
     if problem.mask == "none":
         return Mask()
     if "packed" in problem.mask:
-        sizes = [int(k * share) for share in (0.4, 0.25, 0.2)]  # the rest is padding
+        sizes = [int(k * share) for share in (0.4, 0.25, 0.2)]  # other tokens are padding
         rows = [np.repeat([1, 2, 3], rng.permutation(sizes)) for _ in range(b)]
         segments = np.pad(rows, ((0, 0), (0, k - sum(sizes)))).astype(np.int32)
         packed = {"segments": 3, "segment_length": max(sizes)}
@@ -182,7 +182,7 @@ def check(name: str) -> list[Row]:
             try:
                 found = differentiate(inputs, mask, out_gradient, implementation=route)
                 errors = {a: relative_error(found[a], answer[a]) for a in answer}
-            except Exception as error:  # one kernel that cannot be compiled is a row of the table
+            except Exception as error:  # a failure becomes a row of the table
                 row |= {"error": last_line(error), "verdict": "FAIL"}
                 continue
             worst = max(errors, key=lambda a: (np.isnan(errors[a]), errors[a]))
@@ -208,7 +208,7 @@ def last_line(error: BaseException) -> str:
 
 
 class FlaxWithBias(nn.Module):
-    """Flax's layer with an ``attention_fn`` that adds T5's bias."""
+    """Flax's attention layer with an ``attention_fn`` that adds T5's bias."""
 
     @nn.compact
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -238,10 +238,10 @@ OURS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, int] | None]] = {
     "TalkingHeads + bias": (lambda n: attention.WithBias(layer(DotProduct(), TalkingHeads)), None),
     "Gaussian": (lambda n: layer(Gaussian(offsets=(-1, 1))), None),
 }
-"""Our sub-layers: functions that make them for a length, and what their FLOPs consist of.
+"""Functions that make our sub-layers for a length, and pairs that determine their FLOPs.
 
-The pair has the number of matrix products over all pairs of positions and the number of
-projections. None means that no rate is given.
+A pair has the number of matrix products over all pairs of positions and the number of projections.
+If the pair is None, the table shows no rate.
 """
 
 
@@ -253,7 +253,7 @@ def layer(alignment: Any, kind: Any = Attention) -> nn.Module:
 def make_case(
     spec: Row, x: jax.Array, lengths: jax.Array
 ) -> tuple[attention.Case, dict[str, float]]:
-    """Returns a case to be timed, and its FLOPs."""
+    """Returns a case that can be timed, and the FLOPs of the case."""
     h, e, d = options["heads"], options["head_dim"], options["d_model"]
     name = spec["name"]
     keys = iter(jax.random.split(jax.random.key(1), 8))
@@ -264,7 +264,7 @@ def make_case(
         module = make(spec["length"])
 
         def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-            """Applies the layer with a mask of padding."""
+            """Applies the layer with a padding mask."""
             return module.apply(params, x, mask=Mask(key_lengths=lengths))
 
         params = jax.jit(lambda k, x: module.init(k, x, mask=Mask()))(next(keys), x)
@@ -306,8 +306,8 @@ def prepare(spec: Row) -> tuple[dict[str, Callable[[], Any]], dict[str, float], 
     """Compiles a case.
 
     Returns:
-      The programs with their arguments, as functions without arguments; the FLOPs; and facts about
-      the compilation.
+      The programs as functions without arguments, the FLOPs of the programs, and facts about the
+      compilation.
     """
     batch, length = spec["batch"], spec["length"]
     heads = (options["heads"], options["head_dim"])
@@ -329,9 +329,9 @@ def prepare(spec: Row) -> tuple[dict[str, Callable[[], Any]], dict[str, float], 
 
 
 def timed_rows(specs: list[Row]) -> Iterator[Row]:
-    """Yields a row for every case, and when all have been timed, a second row for every case.
+    """Yields a row for every case, and then a second row for every case.
 
-    The second row has the means of both measurements.
+    The second row of a case contains the means of two measurements.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         prepared = [pool.submit(prepare, spec) for spec in specs]
@@ -340,7 +340,7 @@ def timed_rows(specs: list[Row]) -> Iterator[Row]:
         try:
             calls, flops, facts = future.result()
             row = facts | racing.timed_row(calls, jax.block_until_ready, flops)
-        except Exception as error:  # one implementation that cannot run is a row of the table
+        except Exception as error:  # a failure becomes a row of the table
             row = {"error": last_line(error)}
         first.append(row)
         if i < len(specs):

@@ -1,6 +1,6 @@
-"""A worker of `peers.py`: training steps of keras-hub's T5 on JAX.
+"""A worker of `peers.py` that times training steps of keras-hub's T5 on JAX.
 
-The output projection belongs to the embedding of the backbone.
+The output projection is part of the backbone's embedding.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A worker of `peers.py`: training steps or decoding of this package's models."""
+"""A worker of `peers.py` that times training steps or decoding of this package's models."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ began = time.perf_counter()
 
 if options["decode"]:
     variables = jax.jit(model.init)(jax.random.key(0), inputs[:1, :8], inputs[:1, :8])
-    # With these logits, the end of the sequence is never the most probable token.
+    # Set the logit of EOS to zero, so that EOS is never the most probable token.
     kernel = variables["params"]["logits_kernel"]
     variables["params"]["logits_kernel"] = kernel.at[:, 1].set(0.0)
     parameters = variables["params"]
@@ -85,7 +85,7 @@ def run() -> dict[str, float]:
     began = time.perf_counter()
     if not options["decode"]:
         state, metrics = trainer.step(state, batch)
-        loss = float(metrics["loss"])  # waits for the step
+        loss = float(metrics["loss"])  # reading the loss waits for the step
         return {"loss": loss, "seconds": time.perf_counter() - began, **device_peak()}
     found = decode(variables, inputs, model=model, max_length=num_targets, beams=options["beams"])
     decoded = np.asarray(found.tokens)
@@ -96,5 +96,5 @@ def run() -> dict[str, float]:
 
 
 if options["decode"]:
-    facts["compile_seconds"] = run()["seconds"]  # the first batch compiles
+    facts["compile_seconds"] = run()["seconds"]  # compiles on the first batch
 racing.serve({"parameters": num_elements(parameters), **facts}, run)

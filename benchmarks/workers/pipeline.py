@@ -1,4 +1,4 @@
-"""A worker of `input_pipeline.py`: batches of a mixture from this package or from SeqIO."""
+"""A worker of `input_pipeline.py` that makes batches with this package or with SeqIO."""
 
 import itertools
 import os
@@ -29,14 +29,14 @@ if options["system"] != "prepared":
 
 
 def prepared() -> Iterator[Batch]:
-    """Returns the stream of this package."""
+    """Returns this package's stream of batches."""
     config = DataConfig(mixture, *lengths, options["batch"], pack=pack)
     return open_stream(config, vocabulary, data_dir=data_dir)
 
 
 def by_seqio() -> Iterator[Batch]:
-    """Returns SeqIO's pipeline with its own settings."""
-    seqio.set_tfds_read_config_override(None)  # our tasks have set another one
+    """Returns the batches of SeqIO's pipeline with SeqIO's own settings."""
+    seqio.set_tfds_read_config_override(None)  # our tasks have set another configuration
     members = [
         (seqio_task(name), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()
@@ -55,7 +55,7 @@ def by_seqio() -> Iterator[Batch]:
 
 
 def seqio_task(name: str) -> seqio.Task:
-    """Returns a task of this package as a task of SeqIO."""
+    """Converts a task of this package to a SeqIO task."""
     task = task_registry.find_task(name)
     version = stored.newest_version(task.dataset, data_dir).name
     source = seqio.TfdsDataSource(f"{task.dataset}:{version}", str(data_dir))
@@ -83,7 +83,7 @@ def real_tokens(batch: Batch) -> int:
 
 
 def run() -> dict[str, float]:
-    """Makes some batches."""
+    """Makes the batches of one round, and returns how fast they were made."""
     began = time.perf_counter()
     taken = list(itertools.islice(stream, options["batches"]))
     seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A worker of `peers.py`: T5 1.1 in transformers, or decoding in CTranslate2."""
+"""A worker of `peers.py` that times T5 1.1 in transformers, or decoding in CTranslate2."""
 
 import tempfile
 import time
@@ -30,7 +30,8 @@ model = transformers.T5ForConditionalGeneration(
         decoder_start_token_id=0,
     )
 )
-# transformers 5 ties T5 1.1's output projection to the embedding, unlike the published models.
+# Unlike the published models, version 5 of transformers ties T5 1.1's output projection to the
+# embedding.
 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 if options["decode"] and is_bfloat16:
     model.bfloat16()
@@ -38,9 +39,9 @@ model.to(device)
 parameters = sum(p.numel() for p in model.parameters())
 inputs = torch.randint(2, 32000, (rows, options["inputs"]), device=device)
 labels = torch.randint(2, 32000, (rows, options["targets"]), device=device)
-backend = options.get("compile")  # None means no compilation
+backend = options.get("compile")  # None disables compilation
 forward = model
-if backend and options.get("by_layer"):  # equal layers are compiled once
+if backend and options.get("by_layer"):  # compiles equal layers once
     for layer in (*model.encoder.block, *model.decoder.block):
         layer.compile(dynamic=False, backend=backend)
 elif backend:
@@ -61,12 +62,12 @@ def step() -> dict[str, float]:
         loss.backward()
         total += loss.detach()
     optimizer.step()
-    loss = total.item()  # waits for the step
+    loss = total.item()  # reading the loss waits for the step
     return {"loss": loss, "seconds": time.perf_counter() - began, **device_peak()}
 
 
 def device_peak() -> dict[str, float]:
-    """Returns the peak of the GPU's memory, or nothing on a CPU."""
+    """Returns the peak of the GPU's memory, or an empty result on a CPU."""
     if device != "cuda":
         return {}
     return {"device_gb": torch.cuda.max_memory_allocated() / 1e9}
@@ -95,14 +96,15 @@ def decode() -> int:
     """Decodes with transformers, and returns the number of new tokens."""
     bounds = {"max_new_tokens": length, "min_new_tokens": length}
     if options.get("compile"):
-        bounds["cache_implementation"] = "static"  # transformers compiles steps with this cache
+        # The library transformers compiles decoding steps with this cache.
+        bounds["cache_implementation"] = "static"
     with torch.inference_mode():
         found = model.generate(inputs, num_beams=options["beams"], do_sample=False, **bounds)
     return found.cpu().shape[1] - 1
 
 
 class Pieces:
-    """A vocabulary of numbers, which replaces the tokenizer that the conversion asks for."""
+    """A vocabulary whose pieces are numbers. The conversion uses it instead of a tokenizer."""
 
     pad_token, eos_token, unk_token, bos_token = "0", "1", "2", None
 
@@ -111,12 +113,12 @@ class Pieces:
         return {str(i): i for i in range(VOCAB_SIZE)}
 
     def convert_ids_to_tokens(self, index: int) -> str:
-        """Returns the piece with an id."""
+        """Returns the piece of a token id."""
         return str(index)
 
 
 def make_ctranslate2() -> tuple[Callable[[], int], str]:
-    """Returns a function that decodes with CTranslate2 and the same weights, and its version."""
+    """Returns a function that decodes with CTranslate2 and the same weights, and the version."""
     import ctranslate2
     from ctranslate2.converters.transformers import T5Loader
 
@@ -132,7 +134,7 @@ def make_ctranslate2() -> tuple[Callable[[], int], str]:
     bounds = {"max_decoding_length": length, "min_decoding_length": length}
 
     def run() -> int:
-        """Decodes, and returns the smallest number of new tokens."""
+        """Decodes the inputs, and returns the smallest number of new tokens."""
         found = translator.translate_batch(tokens, beam_size=options["beams"], **bounds)
         return min(len(r.hypotheses[0]) for r in found)
 

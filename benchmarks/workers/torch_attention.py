@@ -1,4 +1,4 @@
-"""A worker of `gpu.py`: PyTorch's scaled dot-product attention, as a function or a sub-layer."""
+"""A worker of `gpu.py` that times PyTorch's attention as a function or as a sub-layer."""
 
 import time
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ torch.manual_seed(0)
 
 
 class SubLayer(torch.nn.Module):
-    """Attention with or without T5's bias and projections."""
+    """Attention with or without T5's bias, and with or without projections."""
 
     def __init__(self, batch: int, length: int, *, bias: bool, projections: bool):
         super().__init__()
         position = torch.arange(length)
-        # The costs do not depend on the map of distances to 32 buckets. This one is not T5's.
+        # The map from distances to 32 buckets differs from T5's map. The costs do not depend on it.
         self.register_buffer("buckets", (position[None] - position[:, None] + 16).clamp(0, 31))
         lengths = length - torch.arange(batch) % 2 * (length // 8)
         visible = position < lengths[:, None]
@@ -39,8 +39,8 @@ class SubLayer(torch.nn.Module):
     def forward(self, *tokens: torch.Tensor) -> torch.Tensor:
         """Computes attention of ``[b, n, d]``, or of arrays ``[b, heads, n, head_dim]``.
 
-        With projections, the only argument is the input. Otherwise there are three: query, key and
-        value.
+        With projections, the only argument is the input. Without projections, the three arguments
+        are query, key and value.
         """
         if self.qkv is not None:
             (x,) = tokens
@@ -82,7 +82,7 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
         return torch.autograd.grad((y.float() ** 2).mean(), inputs)
 
     def wait(_: Any) -> None:
-        """Waits until the device has computed everything."""
+        """Waits until the device has completed all computations."""
         if device == "cuda":
             torch.cuda.synchronize()
 
