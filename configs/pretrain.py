@@ -1,7 +1,8 @@
 """Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
 
-The commands require T5's vocabulary file, and C4 from TFDS or from `synthesizer-jax data import
-c4/en`. The first command prepares C4. The second command trains a model:
+The commands require T5's vocabulary file, and C4 from TFDS or from
+`synthesizer-jax data import c4/en`. The first command prepares C4. The second command trains a
+model:
 
     synthesizer-jax data prepare c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
     synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\

@@ -1,9 +1,10 @@
 """Contains recipes for the experiments of papers.
 
 The tables of the papers compare systems, which are models that differ only in their attention. A
-system has the abbreviation that the tables use, such as ``rv`` for Random + Vanilla. Write it after
-the name of the recipe, as in ``papers.translation:multi30k:rv``. All systems of a table have the
-same kind of dot product. This file makes the mixers and models of the systems.
+system has the abbreviation that the tables use, such as ``rv`` for Random + Vanilla. To choose a
+system, write its abbreviation after the name of the recipe, as in
+``papers.translation:multi30k:rv``. All systems of a table have the same kind of dot product. This
+file makes the mixers and models of the systems.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
 """Functions from a size, a length and a dot product to self-attention that is no alignment.
 
 - ``light`` and ``dynamic`` are convolutions with a kernel for every four channels, and
-  ``dynamic_full`` has a kernel for each channel. The kernels are narrower than those of the zoo,
-  and no point-wise layer follows them.
+  ``dynamic_full`` has a kernel for each channel. The kernels are narrower than the kernels of the
+  models in the zoo, and no point-wise layer follows a convolution.
 - ``linformer`` projects the keys and values to a quarter of the positions.
 - ``heads`` are talking heads.
 - ``local`` is dot-product attention to the seven tokens that the convolutions see.
@@ -58,8 +59,8 @@ MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
 SELF_ATTENTIONS = (*VARIANTS, *MIXERS, "hc_sa")
 """The names of the systems that differ only in their self-attention.
 
-The system ``heads`` (talking heads) is an exception. It may have talking heads in cross-attention,
-too.
+The system ``heads`` (talking heads) is an exception. A model with this system may have talking
+heads in cross-attention, too.
 """
 SYSTEMS = (*SELF_ATTENTIONS, "hc_all", "sh_x")
 """The names of all systems, including systems that change cross-attention."""
@@ -128,8 +129,8 @@ def transformer(
     Args:
       system: one of `SYSTEMS`. Three systems are from You et al. 2020. ``hc_sa`` has hard-coded
         self-attention. ``hc_all`` also has hard-coded cross-attention, around the query's own
-        position in the source. ``sh_x`` has hard-coded self-attention, and only its last decoder
-        layer has cross-attention, with one learned head of full width.
+        position in the source. ``sh_x`` has hard-coded self-attention. In ``sh_x``, only the last
+        decoder layer has cross-attention, which has one learned head of full width.
       size: the widths and depths of the model.
       length: the number of positions of the tables.
       vocab_size: the number of rows of the embedding.

@@ -120,7 +120,7 @@ def laptop(system: str) -> Experiment:
 def glue_super_glue(system: str, size: SizeName = "base") -> Experiment:
     """Trains a T5 1.1 of any size (small, base, …) on GLUE and SuperGLUE.
 
-    The self-attention of the model is that of the system. The cross-attention is T5's dot product.
+    The system determines the self-attention of the model. The cross-attention is T5's dot product.
     """
     return Experiment(
         model=_t5_1_1(system, size, dropout=0.1),
@@ -156,8 +156,8 @@ def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecod
 def _with_wide_tables(part: Part) -> Part:
     """Returns a mixer or alignment whose random logits start with a standard deviation of 2.
 
-    The relative biases of these models start in the same way. A large initial variance lets a small
-    model distinguish positions and words from the start.
+    The relative biases of the synthetic recipe's models start with the same standard deviation. A
+    large initial variance lets a small model distinguish positions and words from the start.
     """
     if isinstance(part, Attention):
         return part.copy(alignment=_with_wide_tables(part.alignment))

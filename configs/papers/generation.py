@@ -6,7 +6,7 @@ These commands import CNN/DailyMail and train a model on it:
     synthesizer-jax train papers.generation:cnn_dailymail:dv --workdir runs/dv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-The model has the size of Tensor2Tensor's base model. It is trained with AdamW and a cosine
+The model has the size of Tensor2Tensor's base model. The model is trained with AdamW and a cosine
 schedule, and evaluated by greedy decoding.
 
 Hardware: eight accelerators. A smaller model runs on two CPU cores. To choose the smaller model,
@@ -39,13 +39,13 @@ def cnn_dailymail(system: str, scale: Scale = "base") -> Experiment:
 def personachat(system: str, scale: Scale = "base") -> Experiment:
     """Trains a model to write the next utterance of a conversation.
 
-    The inputs do not contain the personas of the speakers, as in Tensor2Tensor.
+    As in Tensor2Tensor, the inputs do not contain the personas of the speakers.
     """
     return _generate(system, scale, "convai2_none_original", (256, 32))
 
 
 def _generate(system: str, scale: Scale, task: str, lengths: tuple[int, int]) -> Experiment:
-    """Returns the training of a system on a task with these lengths of inputs and targets."""
+    """Returns the training of a system on a task with given lengths of inputs and targets."""
     size = {"base": translation.BASE, "small": translation.SIZE}[scale]
     steps, rows = (250_000, 128) if scale == "base" else (1000, 32)
     vocab_size = 32_768 if scale == "base" else 4096

@@ -111,7 +111,7 @@ def lm1b(system: str) -> Experiment:
 
 
 def _with_heads(number: int, head_dim: int) -> Size:
-    """Returns the size `SMALL` with another number and width of heads."""
+    """Returns the size `SMALL` with a given number and width of heads."""
     return Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, number, head_dim)
 
 

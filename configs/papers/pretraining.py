@@ -11,8 +11,8 @@ Synthesizer:
 ``dynamic_convolution_base`` and ``universal_transformer_base``. ``t5_1_1_th_base`` has talking
 heads.
 
-The recipe `small` takes the name of a system instead. On two CPU cores, its pre-training takes an
-hour. The recipe `race` is for measurements of speed.
+The recipe `small` takes the name of a system instead. On two CPU cores, the pre-training with
+`small` takes an hour. The recipe `race` is for measurements of speed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def race(system: str) -> Experiment:
     """Trains a model with 2 + 2 layers and d_model 256 on long rows, to measure its speed.
 
     Rows have 512 + 114 tokens. The system ``universal`` is the Universal Transformer. The
-    vocabulary is small, so that the output projection takes no larger share of the time than in a
-    base model.
+    vocabulary is small. Otherwise, the output projection would take a larger share of the time than
+    in a base model.
     """
     experiment = pretrain.laptop()
     data = replace(experiment.data, inputs_length=512, targets_length=114, batch_size=8)

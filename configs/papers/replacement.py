@@ -12,7 +12,8 @@ A recipe takes up to three arguments: a place (``encoder``, ``decoder``, ``cross
 ``everything``), one of the paper's sizes (``xs`` to ``xl``), and the scale of the teacher. The
 scale is ``small``, or ``published`` for a run of the recipe `teacher`, which has the size of the
 paper. The recipes for ALRR and ELR have no argument for the place, because these networks are only
-for encoders. Only the replacements are trained, on the teacher's activations.
+for encoders. Only the networks that replace attention are trained, on the activations of the
+teacher.
 
 Hardware and time: the small scale takes minutes on two CPU cores.
 """
@@ -65,7 +66,7 @@ def default() -> Distillation:
 def teacher() -> Experiment:
     """Trains a teacher of the paper's size on IWSLT 2017, with 6 + 6 layers and d_model 128.
 
-    The teacher differs from the paper's teacher. It has the blocks and the training of
+    The teacher differs from the paper's teacher. The teacher has the blocks and the training of
     `translation.multi30k`, and one embedding for both languages and the output.
     """
     size, length = SCALES["published"]
@@ -110,7 +111,7 @@ def token(scale: Scale = "small") -> Distillation:
 def random(scale: Scale = "small") -> Distillation:
     """Replaces attention with Random Synthesizer heads, as a control.
 
-    The attention weights of these heads do not depend on the tokens.
+    The attention weights of Random Synthesizer heads do not depend on the tokens.
     """
     return _training(Replacement(Random(max_length=SCALES[scale][1])))
 
@@ -133,7 +134,7 @@ def _distill(kind: str, place: Places, size: Width, scale: Scale) -> Distillatio
 
 
 def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alignment:
-    """Returns the network that replaces the attention in one place."""
+    """Returns the network that replaces the attention in a given place."""
     shape, length = SCALES[scale]
     separate = kind == "alsr"
     width = (SEPARATE_WIDTHS if separate else WIDTHS)[size]
@@ -149,5 +150,5 @@ def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alig
 
 
 def _training(*replacements: Replacement) -> Distillation:
-    """Returns a distillation of these replacements with the training of small models."""
+    """Returns a distillation of given replacements with the training of small models."""
     return Distillation(replacements, small_training(STEPS))

@@ -154,9 +154,9 @@ def _published(
       rows: the number of packed rows in a batch.
       steps: the number of training steps.
       smoothing: the label smoothing.
-      b2: the decay rate of Adam's second moment. The default is the value of You et al.
+      b2: the decay rate of Adam's second moment. The default is the value that You et al. use.
       extra_length: the number of tokens by which an output may be longer than its input. The
-        default is the value of You et al.
+        default is the value that You et al. use.
     """
     experiment = multi30k("v")
     return replace(

@@ -78,8 +78,8 @@ def prepare_missing(
     Args:
       experiment: the experiment of the run.
       data_dir: the data directory. `None` means the default data directory.
-      trains: whether the run will be trained. If it is false, only evaluation data is prepared.
-      only: the tasks to prepare. If it is empty, all tasks are prepared.
+      trains: whether the run will be trained. Otherwise, only evaluation data is prepared.
+      only: the tasks to prepare. An empty list means all tasks.
 
     Raises:
       ValueError: the separate process fails. The message contains the command and the last line of
@@ -103,8 +103,8 @@ def prepare_missing(
         if not done.returncode:
             print(done.stderr, end="", file=sys.stderr)
         else:
-            # The last line of output of a failed process is the error message. Raise an error with
-            # this message.
+            # The last line of output of a failed process is the error message. Repeat this message
+            # in the error that is raised here.
             said, _, last = done.stderr.rstrip().rpartition("\n")
             print(said, end="", file=sys.stderr)
             reason = last.removeprefix("error: ") or f"exit code {done.returncode}"

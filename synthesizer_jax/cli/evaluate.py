@@ -158,7 +158,7 @@ def _open(
     tasks: list[str] | None,
     changes: Mapping[str, object],
 ) -> tuple[OpenRun, Evaluator]:
-    """Opens a run and an evaluator for it, and prints which tasks do not have the split.
+    """Opens a run and its evaluator, and prints which tasks do not have the split.
 
     Missing data is prepared before the evaluator is opened.
 
@@ -236,8 +236,8 @@ def _restore_checkpoints(
 ) -> Iterator[tuple[int, PyTree]]:
     """Yields the step and the variables of one checkpoint, or of all checkpoints.
 
-    If the run is still training, it may delete checkpoints at any time. If `every` is true, a
-    checkpoint that cannot be read is therefore skipped with a message.
+    A run that is still training may delete checkpoints at any time. If `every` is true, checkpoints
+    that cannot be read are therefore skipped with a message.
 
     Args:
       run: the run.

@@ -152,8 +152,8 @@ def generate(
     )
     inputs = [predictor.encode(line) for line in lines]
 
-    # If the model was trained without inputs, a text and its continuation share the positions of a
-    # training row.
+    # If the model was trained without inputs, a text and the continuation of the text share the
+    # positions of a training row.
     if max_length is None and not data.inputs_length:
         rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))

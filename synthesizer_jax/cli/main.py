@@ -55,7 +55,7 @@ END_SECONDS = 60.0
 """The number of seconds after a command in which the threads of libraries must end."""
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
-"""The name of an environment variable. If it is set, all errors print a traceback."""
+"""The name of the environment variable that makes all errors print a traceback."""
 
 app = typer.Typer(
     name="synthesizer-jax",
@@ -96,10 +96,10 @@ def options(
 def main() -> None:
     """Runs a command, and makes sure that the process ends.
 
-    Threads of libraries can keep a process alive after its command has ended. The process exits at
-    most `END_SECONDS` after the command even if such threads are still running. It exits at once if
-    a thread of `processes.background_thread` is running, because the result of such a thread is not
-    needed any more.
+    Threads of libraries can keep a process alive after the command has ended. The process exits at
+    most `END_SECONDS` after the command, even if threads are still running. If a thread of
+    `processes.background_thread` is running, the process exits immediately, because the result of
+    the thread is not needed any more.
     """
     try:
         run()
@@ -148,7 +148,7 @@ def run() -> None:
         else:
             traceback.print_exception(error)
         code = 2 if is_known else 1
-        if "jax" in sys.modules:  # a process must not wait for its group
+        if "jax" in sys.modules:  # a process must not wait for other processes of its group
             from synthesizer_jax.hosts import processes
 
             processes.exit_process(code)
@@ -159,8 +159,8 @@ def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:
     """Reports an error that Python cannot raise, such as one in a destructor.
 
     The error "Event loop is closed" is not reported. Libraries raise this error if the process ends
-    after another error while an asynchronous write is still under way. The other error has been
-    reported already.
+    after another error while an asynchronous write is still under way. In this case, the first
+    error has been reported already.
     """
     if str(raised.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(raised)

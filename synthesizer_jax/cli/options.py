@@ -73,7 +73,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
     Parameters before ``*`` become arguments of the command, and the other parameters become
     options. A string in the metadata of an annotation (``Annotated[..., "--all"]``) is the name of
-    the option. If an annotation contains limits, as `Count` does, they are checked before the
+    the option. Limits in an annotation, such as the limits of `Count`, are checked before the
     function is called. A path may be in a bucket (``gs://BUCKET/…``). The `Args` of the function's
     docstring become the help texts, and the docstring before `Args` becomes the description of the
     command.
@@ -82,8 +82,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
       function: the function, with annotations for all parameters.
 
     Returns:
-      A function with the same parameters. It raises a `ValueError` if a value is outside its
-      limits.
+      A function with the same parameters. The returned function raises a `ValueError` if a value is
+      outside the limits of a parameter.
     """
     described, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     # Each match contains the name of a parameter and the text about the parameter, including
@@ -121,7 +121,7 @@ def _typer_parameter(
     """Returns a parameter of a function with an annotation that tells Typer how to parse it.
 
     Args:
-      parameter: the parameter. If it is keyword-only, it becomes an option.
+      parameter: the parameter. A keyword-only parameter becomes an option.
       kind: the type of the parameter.
       metadata: the metadata of the parameter's annotation. The metadata may contain names of the
         option, and an object of Typer with further properties.
@@ -208,14 +208,14 @@ class OpenRun(NamedTuple):
 
 
 def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
-    """Opens a run, and plans how to shard its variables over all devices.
+    """Opens a run, and plans how to shard the variables of the run over all devices.
 
     This function does not read any checkpoint.
 
     Args:
       directory: the directory of the run.
-      imports: the user's packages or files, which are loaded first because the run may need their
-        classes or tasks.
+      imports: the user's packages or files. They are loaded first, because the run may need classes
+        or tasks of the user.
     """
     from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.runs import code
@@ -251,8 +251,8 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False, highlight=False)
-    # Pipes and files have no width. Set a large width, so that each row of the table stays on one
-    # line.
+    # Set a large width for pipes and files, which have no width of their own, so that each row of
+    # the table stays on one line.
     if not console.is_terminal:
         console.width = 160
     console.print(table)

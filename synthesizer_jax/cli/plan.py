@@ -56,7 +56,7 @@ def recipes(
 
     kinds = (Experiment, Distillation)
     recipe, _ = load_with_code(name, overrides or (), kinds=kinds, imports=imports or ())
-    # Show the fields of the model last, because there are many.
+    # Show the fields of the model last, because a model has many fields.
     fields = sorted(settings(recipe), key=lambda field: field.path.startswith("model"))
     typer.echo(f"{name} returns this {type(recipe).__name__}. Change it with --set path=value.")
     assignments = [f"{field.path}={field.value}" for field in fields]

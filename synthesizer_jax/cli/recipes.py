@@ -1,4 +1,4 @@
-"""Finds and calls recipes by name, and changes fields of their results by ``--set path=value``."""
+"""Finds and calls recipes by name, and changes fields of the results by ``--set path=value``."""
 
 from __future__ import annotations
 
@@ -317,8 +317,8 @@ def _format_setting(value: object) -> str:
 def parse_text(text: str) -> JSON:
     """Returns the value that a text on the command line means.
 
-    The text is read as JSON, as a literal of Python or as a word of `WORDS`. The first of these
-    forms that fits the text is used. If no form fits, the value is the text itself.
+    The text is read as JSON, as a literal of Python or as a word of `WORDS`. The first form that
+    fits the text is used. If no form fits, the value is the text itself.
     """
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -330,7 +330,7 @@ def override(obj: _Object, *assignments: str) -> _Object:
     """Returns a copy of an object with some fields changed by assignments ``path.to.field=value``.
 
     The order of assignments to different fields does not matter, because an object is built and
-    checked after all of its fields have their new values. If a field is assigned twice, the last
+    checked after all of its fields have the new values. If a field is assigned twice, the last
     value counts.
 
     Args:

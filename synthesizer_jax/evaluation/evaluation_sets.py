@@ -169,7 +169,8 @@ def load_evaluation_set(
 
     A task of texts has no inputs. If the training objective makes inputs from texts, as span
     corruption does, the objective makes the examples from the whole split. The noise of the
-    objective is the same in every call. With other objectives, each example is a whole text.
+    objective is the same in every call. If the objective does not make inputs, each example is a
+    whole text.
 
     Args:
       name: the name of the task.

@@ -33,7 +33,7 @@ PART = "part"
 """The name of the folder for the last evaluation of only some tasks or examples.
 
 The folder is beside the files of a whole evaluation, because a partial evaluation must not replace
-these files.
+the files of a whole evaluation.
 """
 
 
@@ -219,7 +219,7 @@ def text_metrics(
       nats: ``[n]`` negative log-probability of every text, including EOS.
       tokens: ``[n]`` number of tokens of every text, including EOS.
       texts: the texts, whose words and bytes are counted. None means that the targets are not whole
-        texts. In this case, only the perplexity is computed.
+        texts. If the texts are not given, only the perplexity is computed.
     """
     total = float(nats.sum(dtype=np.float64))
     measures = {"perplexity": _exp(total / float(tokens.sum()))}

@@ -27,8 +27,8 @@ LOWEST, PER_DECADE = -6, 8
 EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)
 """The edges of the bins in the histogram of weights.
 
-Weights below the first edge count in the first bin, and weights above the last edge count in the
-last bin.
+Weights below the first edge are counted in the first bin. Weights above the last edge are counted
+in the last bin.
 """
 
 NEAR, REACH = 2, 16
@@ -90,12 +90,13 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
     heads, keys = weights.shape[1], weights.shape[3]
     weights = jnp.broadcast_to(weights, (len(real), *weights.shape[1:])).astype(jnp.float32)
 
-    # `pairs` has the shape ``[b, 1, q, k]``. It is true if the query is real and sees the key.
+    # `pairs` has the shape ``[b, 1, q, k]``. An entry is true if the query is real and sees the
+    # key.
     pairs = (real[..., None] & (jnp.arange(keys) < seen[..., None]))[:, None]
     sees_several = seen > 1
     weights = jnp.where(pairs, weights, 0.0)
 
-    # `p` has the shape ``[b, heads, q, k]``. It is the distribution of each query over keys.
+    # `p` is the distribution of each query over keys, with the shape ``[b, heads, q, k]``.
     p = jnp.abs(weights)
     p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
     entropy = -jax.scipy.special.xlogy(p, p).sum(-1)
@@ -111,8 +112,8 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
     several = pairs & sees_several[:, None, :, None]
     histogram = histogram.at[jnp.arange(heads)[:, None, None], bins].add(several)
 
-    # `queries` has the shape ``[q, keys + 1]``. It counts the queries at each position that see
-    # each number of keys.
+    # `queries` counts, for each position and each number of keys, the queries that see this number
+    # of keys. The shape is ``[q, keys + 1]``.
     queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
     # Scale the weights of each query to unit length, so that inner products are cosines.
     unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
@@ -148,7 +149,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
 
     Args:
       first: the sums of the first half; see `attention_sums`.
-      second: the sums of the second half. `None` means that all examples are in the first.
+      second: the sums of the second half. `None` means that all examples are in the first half.
 
     Returns:
       A dictionary of NumPy arrays and numbers. The entries ``keys`` and ``near_of_equal`` are
@@ -183,8 +184,8 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     seen = queries.sum(0) * number
     # `pairs` is the number of pairs of a query and a key, without queries that see only one key.
     pairs = max(seen[2:].sum(), 1)
-    # `equal` has the shape ``[q, k]``. It is the sum of the weights that each pair would have if
-    # all weights of a query were equal.
+    # `equal` is the sum of the weights that each pair would have if all weights of a query were
+    # equal. The shape is ``[q, k]``.
     equal = times_seen(queries / np.maximum(number, 1))
 
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
@@ -225,9 +226,9 @@ def _explained(first: Measures, second: Measures) -> np.ndarray:
     distance = np.arange(k) - np.arange(q)[:, None] + q - 1
     counts = np.maximum(sums_by_distance(seen), 1e-30)
 
-    # `prior` has the shape ``[heads, q, k]``. It is the mean weight at the distance of each pair.
-    # The table mixes the prior with the mean weight of the pair, which is unreliable if the pair
-    # was seen only a few times.
+    # `prior` is the mean weight at the distance of each pair, with the shape ``[heads, q, k]``. The
+    # table mixes the prior with the mean weight of the pair, because the mean weight of a pair that
+    # was seen only a few times is unreliable.
     prior = np.maximum(np.stack(list(map(sums_by_distance, mass))) / counts, 1e-6)[:, distance]
     table = np.log((mass + PRIOR * prior) / (seen + PRIOR))
 

@@ -76,7 +76,7 @@ NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
 
 
 def write_inspection(path: pathlib.Path, inspected: Inspected, *, title: str) -> pathlib.Path:
-    """Writes the page about an inspected run, and a JSON file with its numbers.
+    """Writes the page about an inspected run, and a JSON file with the numbers of the page.
 
     Args:
       path: the HTML file to write.
@@ -258,7 +258,7 @@ def _overview(layers: Mapping[str, Inspected]) -> Iterator[Markup]:
         measures = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
             # `grid` has the shape [layers, heads]. If a layer has fewer heads than another layer,
-            # the last columns of its row are NaN.
+            # the last columns of the layer's row are NaN.
             grid = np.full((len(measures), max(len(m[field]) for m in measures)), np.nan)
             for i, m in enumerate(measures):
                 grid[i, : len(m[field])] = m[field]
@@ -299,7 +299,7 @@ def _mixtures(mixtures: Mapping[str, Inspected]) -> Iterator[Markup]:
 
 
 def _grids(matrices: Mapping[str, Inspected], x_label: str, scale: float) -> Iterator[Markup]:
-    """Yields a table for each matrix of each layer, whose rows are heads."""
+    """Yields a table for each matrix of each layer. The rows of the tables are heads."""
     for name, of_layer in matrices.items():
         for title, x in of_layer.items():
             yield _grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
@@ -369,7 +369,7 @@ def _static(static: Inspected) -> Section:
 
 
 def _tiles(charts: Iterable[Markup]) -> list[Markup]:
-    """Returns charts as one chart, which shows them side by side, or below each other on a phone.
+    """Joins charts to one chart, which shows the charts side by side or, on a phone, in a column.
 
     The result is an empty list if there are no charts.
     """
@@ -407,8 +407,8 @@ def _grid(
 def _weight_maps(title: str, maps: np.ndarray) -> Markup:
     """Draws the attention maps of a layer, ``[heads, q, k]``.
 
-    Queries are rows and keys are columns. The colors of each map range from 0 to its own largest
-    weight.
+    Queries are rows and keys are columns. The colors of a map range from 0 to the largest weight of
+    the map.
     """
     rows = -(-len(maps) // MAPS)
     # `ratio` is the height of a map divided by the width of the map. Maps that are very high or
@@ -421,7 +421,7 @@ def _weight_maps(title: str, maps: np.ndarray) -> Markup:
         for i, axes in enumerate(figure.subplots(rows, MAPS, squeeze=False).flat):
             axes.set(xticks=[], yticks=[])
             if i >= len(maps):
-                axes.axis("off")  # the last row may have fewer maps than the other rows
+                axes.axis("off")  # the last row of a figure may have fewer maps than the other rows
                 continue
             axes.imshow(maps[i], cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
             axes.set_title(f"head {i + 1}", fontsize=7, pad=2)

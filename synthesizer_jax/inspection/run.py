@@ -116,8 +116,9 @@ def inspect_run(
         the mean weights of the ``example``. A measure that is not defined is NaN. The entry
         ``start`` is `None` if the parameters at the start are not known.
       - ``without``: the mixers that have no attention weights, by the names of layers.
-      - ``mixtures``: for each layer with a mixture, its ``parts`` and their weights ``alpha``, α
-        ``[heads, parts]``, at all ``steps`` up to the inspected step.
+      - ``mixtures``: for each layer with a mixture, the ``parts`` of the mixture, and the weights
+        ``alpha`` of the parts at all ``steps`` up to the inspected step. The weights α have the
+        shape ``[heads, parts]``.
       - ``projections``: for each layer with talking heads, the matrices P_l and P_w.
       - ``static``: the result of `measure_static_attention`, or `None` if no head was fitted.
 
@@ -216,7 +217,7 @@ def inspect_run(
 
 
 def _starts_from_seed(directory: pathlib.Path, experiment: Experiment) -> bool:
-    """Returns whether a run started from parameters that the experiment's seed determines."""
+    """Returns whether the experiment's seed determines the parameters with which a run started."""
     is_trained = (directory / METRICS_FILE).is_file()
     is_distilled = (directory / DISTILLATION_FILE).is_file()
     return is_trained and not is_distilled and experiment.init_from is None
@@ -341,7 +342,7 @@ def _query_views(
     # `n` is the number of encoder positions, and `m` is the number of decoder positions. Both
     # numbers include padding.
     n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
-    # `inputs` and `targets` have the shape ``[b, 1]``. They are the numbers of real tokens.
+    # `inputs` and `targets` are the numbers of real tokens, with the shape ``[b, 1]``.
     inputs = (batch["encoder_input_tokens"] != model.ids.padding).sum(1, keepdims=True)
     targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
 
@@ -379,7 +380,7 @@ def _query_views(
 def _batches(
     experiment: Experiment, sets: Sequence[EvaluationSet], count: int, batch_size: int, mesh: Mesh
 ) -> tuple[int, list[str], list[Batch]]:
-    """Returns examples in at least two batches, with their number and the texts of one example.
+    """Returns examples in at least two batches, the number of examples, and one example's texts.
 
     The examples come from all evaluation sets. All rows are padded to the length of the longest
     row. The last batch is filled up with rows that contain only padding.
@@ -436,7 +437,7 @@ def _mixture_histories(
 
     Args:
       model: the model, with looped layers.
-      looped: a function that converts variables of the run to those of `model`.
+      looped: a function that converts variables of the run to variables of `model`.
       steps: the steps, in ascending order.
       variables_at: a function that returns the variables of the run at a step.
     """

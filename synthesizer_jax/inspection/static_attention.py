@@ -185,8 +185,8 @@ def _losses(
             alignment = self_attention(model, (stack, i)).alignment
             reads = np.array([(stack, i, head) in chosen for head in range(len(table))])
             mixer = params[stack][f"layers_{i}"][STACKS[stack]]
-            # `left_out` has the shape ``[heads, 2]``. A head that uses its table leaves out the
-            # original logits, and every other head leaves out the table.
+            # A head that uses its table leaves out the original logits. Every other head leaves out
+            # the table. `left_out` has the shape ``[heads, 2]``.
             left_out = np.stack([reads, ~reads], axis=1)
             mixer["align"] = {
                 "part_0": mixer.get("align", {}),

@@ -27,7 +27,7 @@ from synthesizer_jax.primitives.parameters import apply_method
 MOST_LAYERS = 256
 """The largest number of layers that a stack in a checkpoint may have.
 
-A file that names more layers than this is damaged, and tracing its model would take hours.
+If a file names more layers, the file is damaged, and tracing the model would take hours.
 """
 
 
@@ -38,7 +38,7 @@ class Pretrained(NamedTuple):
       model: the unbound model.
       params: the parameters as nested dictionaries of `Unread`, which are read when they are
         needed.
-      vocabulary: the vocabulary, or `None` if the checkpoint has none that is supported.
+      vocabulary: the vocabulary, or `None` if the checkpoint has no supported vocabulary.
       origin: the path of the checkpoint, or ``OWNER/NAME@COMMIT`` for a model of the Hugging Face
         Hub.
     """
@@ -60,7 +60,7 @@ REMEDY = (
 class Architecture:
     """The fields in which published T5s differ.
 
-    If the models of this package have a field too, its name and meaning are the same here.
+    If the models of this package have the same field, it has the same name and meaning here.
 
     Attributes:
       num_decoder_layers: the number of decoder layers. If the number is 0, the model is only an
@@ -148,8 +148,8 @@ class Architecture:
             raise ValueError(f"A {type(model).__name__} is not a T5. {REMEDY}")
         block, mixer, feed_forward = first_block(model.encoder, "encoder")
 
-        # Find the relative bias. It belongs to the stack if the layers share it. Otherwise, it is a
-        # part of each layer's alignment.
+        # Find the relative bias. A bias that the layers share belongs to the stack. Otherwise, the
+        # alignment of each layer contains a bias.
         alignment = mixer.alignment
         bias = model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
@@ -224,10 +224,10 @@ def check_same_function(model: nn.Module, published: nn.Module) -> None:
 def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, PyTree]:
     """Returns an equivalent T5 and its parameters, in the form that other libraries support.
 
-    Other libraries divide the decoder's outputs by √d_model if the output projection is the
-    embedding. They do not divide the outputs if the model has its own output projection. A model of
-    this package may follow another rule. The returned model then has its own output projection,
-    which includes the scale. The given and the returned model compute the same logits.
+    Other libraries divide the decoder's outputs by √d_model if and only if the output projection is
+    the embedding. If a model of this package does not follow this rule, the returned model has its
+    own output projection, which includes the scale. The given model and the returned model compute
+    the same logits.
 
     Raises:
       ValueError: if the model is not a T5. The message names a part of the model that differs from

@@ -47,10 +47,10 @@ def convert_checkpoint(
     hub, the event also names the commit.
 
     Args:
-      source: the checkpoint; see `open_pretrained`. If it is a run, the new run has the same
-        experiment, except for the model.
+      source: the checkpoint; see `open_pretrained`. If the source is a run, the new run has the
+        same experiment, except for the model.
       directory: the new directory.
-      revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
+      revision: a branch, tag or commit of a model on the hub. `None` means the main branch.
       vocabulary: a vocabulary to use instead of the vocabulary in the checkpoint. Checkpoints of
         T5X do not contain a vocabulary.
       encoder: the name of a variant whose alignments the encoder's self-attention gets; see
@@ -74,8 +74,8 @@ def convert_checkpoint(
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, encoder=encoder, decoder=decoder, max_length=max_length)
             params = start_as(teacher, model, params)
-            # `model` has the dtype of the checkpoint's model. Replace it by the dtype of the
-            # experiment.
+            # `model` has the dtype of the checkpoint's model. Replace this dtype by the dtype of
+            # the experiment.
             experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
             # The new parameters are arrays, but `save_streamed` accepts only `Unread`.
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)

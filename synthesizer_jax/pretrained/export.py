@@ -64,8 +64,10 @@ def export_run(
         `serving.programs`.
       dtype: the dtype of the tensors for transformers, ``float32`` or ``bfloat16``. Tensors for T5X
         are always float32.
-      inputs_length: the largest number of input tokens of the StableHLO programs; see above.
-      max_length: the largest number of target tokens of the StableHLO programs; see above.
+      inputs_length: the largest number of input tokens of the StableHLO programs; see the
+        description of the lengths above.
+      max_length: the largest number of target tokens of the StableHLO programs; see the description
+        of the lengths above.
       beams: the number of beams in the decoding loop of the StableHLO programs. With 1, decoding is
         greedy.
 
@@ -114,8 +116,8 @@ def _limits(
     data = experiment.data
     if data.inputs_length:
         return Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
-    # The model was trained on texts without inputs. The beginning of a text and its continuation
-    # share the positions of a training row.
+    # The model was trained on texts without inputs, so the beginning of a text and the continuation
+    # of the text share the positions of a training row.
     row = data.targets_length
     max_length = max_length or max(1, row - (inputs_length or row // 2))
     return Limits(inputs_length or max(1, row - max_length), max_length, beams)

@@ -26,8 +26,8 @@ def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel
     saved = load_model(directory)
     model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    # Import the code for training only if the run has adapters. This code adds the adapters to the
-    # parameters of the base model.
+    # Import the code for training only if the run has adapters, because this code adds the adapters
+    # to the parameters of the base model.
     if has_adapters(directory):
         from synthesizer_jax.training.initial_parameters import restore_run
 

@@ -63,20 +63,20 @@ def load(
         If ``huggingface_hub`` is installed, `path` can also be the name ``OWNER/NAME`` of a model
         on the Hugging Face Hub. The name may end with a folder inside the repository, as in
         ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
-      revision: a branch, tag or commit of a model on the hub. `None` is the main branch.
+      revision: a branch, tag or commit of a model on the hub. `None` means the main branch.
       subfolder: the folder of the model inside `path`, such as ``"text_encoder_2"``.
       variant: the version of the weights to read if a folder contains several versions. For
         example, ``"fp16"`` reads ``model.fp16.safetensors``. `None` reads ``model.safetensors``.
-      mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`. The variables are sharded over it,
-        one parameter at a time. The axes ``fsdp`` and ``tensor`` shard parameters, and ``data`` and
-        ``fsdp`` divide examples. The mesh need not have all of these axes. Variables and examples
-        are replicated over mesh axes with other names. `None` uses one device.
+      mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`. The variables are sharded over the
+        mesh, one parameter at a time. The axes ``fsdp`` and ``tensor`` shard parameters, and
+        ``data`` and ``fsdp`` divide examples. The mesh need not have all of these axes. Variables
+        and examples are replicated over mesh axes with other names. `None` uses one device.
       dtype: the dtype of the parameters and of the computation. The dtype must be bfloat16 or
         float32, and can be given as a string or as ``jnp.bfloat16``. ``"auto"`` means float32 on
         CPUs and bfloat16 on other devices. If `dtype` is `None`, parameters are float32, and the
         computation has the dtype of the model.
-      encoder_only: whether to read only the encoder's tensors from a folder of transformers. If it
-        is true, the loaded model is an `Encoder`.
+      encoder_only: whether to read only the encoder's tensors from a folder of transformers. With
+        this option, the loaded model is an `Encoder`.
 
     Raises:
       FileNotFoundError: if there is no model at `path`, or if the model has no vocabulary.
@@ -100,7 +100,7 @@ def load(
             variables = jax.tree.map(lambda x: x.astype(dtype_name), variables)
         return Loaded(model, variables, open_vocabulary(saved_vocabulary, run, model=model))
 
-    # Import the readers of other checkpoints only here, because a run can be loaded without them.
+    # Import the readers of other checkpoints only here, because loading a run does not need them.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
     with open_pretrained(
@@ -163,7 +163,7 @@ def generate(
 def generate_with_scores(
     loaded: Loaded, texts: Sequence[str], *, decoding: Decoding, inputs_length: int = 512
 ) -> list[list[Generated]]:
-    """Generates one or several texts for each input, with their log-probabilities.
+    """Generates one or several texts for each input, and computes their log-probabilities.
 
     Args:
       loaded: the result of `load`.
@@ -197,14 +197,16 @@ def encode(
       inputs_length: the maximum number of tokens of an input. Longer inputs are truncated.
       pool: whether to return the mean over the tokens of each text, including EOS. With `None`, the
         mean is returned unless `pad_to` is given.
-      pad_to: the number of tokens, at least one, to which inputs are truncated or padded. If it is
-        given, `inputs_length` is not used. The states at padding are the same as in transformers.
+      pad_to: the number of tokens, at least one, to which inputs are truncated or padded. If
+        `pad_to` is given, `inputs_length` is not used. The states at padding are the same as in
+        transformers.
       attend_to_padding: whether tokens attend to the padding up to `pad_to`. In transformers,
         tokens attend to padding if no ``attention_mask`` is given.
 
     Returns:
-      A float32 array ``[n, d_model]`` with pooling. Without pooling, the result is an array ``[n,
-      pad_to, d_model]`` if `pad_to` is given, and otherwise a list of arrays ``[length, d_model]``.
+      A float32 array ``[n, d_model]`` with pooling. Without pooling, the result is an array
+      ``[n, pad_to, d_model]`` if `pad_to` is given, and otherwise a list of arrays
+      ``[length, d_model]``.
 
     Raises:
       TypeError: if the model has no encoder.

@@ -54,14 +54,15 @@ def open_pretrained(
       revision: see `locate`.
       subfolder: see `locate`.
       variant: see `open_folder`.
-      vocabulary: a vocabulary to use instead of the folder's tokenizer. If it is given, the
-        tokenizer is not read.
+      vocabulary: a vocabulary to use instead of the folder's tokenizer. If `vocabulary` is given,
+        the tokenizer is not read.
       compare: see `open_folder`.
       encoder_only: see `open_folder`.
 
     Raises:
       FileNotFoundError: if there is no checkpoint.
-      ValueError: if the checkpoint is not supported, or an option does not apply to it.
+      ValueError: if the checkpoint is not supported, or if an option does not apply to the
+        checkpoint.
     """
     source, origin = locate(source, revision, subfolder=subfolder, variant=variant)
     if source.is_file():
@@ -109,7 +110,7 @@ def open_pretrained(
 
 
 def _check_file(path: pathlib.Path) -> None:
-    """Raises a `ValueError` if a file is recognized as a file that is no T5X checkpoint.
+    """Raises a `ValueError` if the content of a file shows that it is no T5X checkpoint.
 
     The text encoders of diffusion models are often single files of tensors. A file of tensors
     contains neither the configuration nor the tokenizer of the model. The user must therefore give
@@ -126,7 +127,7 @@ def _check_file(path: pathlib.Path) -> None:
         raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")
 
     # A safetensors file begins with 8 bytes that contain the length of the header. The header is
-    # JSON and follows these bytes.
+    # JSON and follows the length.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         name = SAFETENSORS
     elif head.startswith(_TORCH_FILES):

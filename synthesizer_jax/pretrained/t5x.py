@@ -54,7 +54,7 @@ _ARRAY = re.compile(
 )
 """Matches the names of files that describe arrays.
 
-For example, it matches the file name ``target.encoder.layers_0.…/.zarray``.
+For example, the pattern matches ``target.encoder.layers_0.…/.zarray``.
 """
 
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
@@ -62,7 +62,7 @@ _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 
 
 _HEADS = {"query": Layout(1), "key": Layout(1), "value": Layout(1), "out": Layout(2)}
-"""How T5X stores kernels that have an axis of heads in this package.
+"""The layouts in T5X of kernels that have an axis of heads in this package.
 
 T5X merges the axes of ``[d_model, heads, width]`` and ``[heads, width, d_model]``, so that the
 kernels are matrices.
@@ -123,7 +123,7 @@ def write_checkpoint(
     The state of an optimizer is not written.
 
     Args:
-      directory: an empty directory. T5X expects it to be called ``checkpoint_STEP``.
+      directory: an empty directory. T5X expects the name ``checkpoint_STEP`` for the directory.
       model: the model, with looped layers.
       variables: the variables of the model.
       step: the training step to record.
@@ -266,7 +266,8 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
 def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and the layout that a parameter of this package has in T5X.
 
-    Layers are looped both in this package and in the result.
+    The path must be that of a model with looped layers. The name is that of T5X's minimal T5, which
+    has looped layers too.
     """
     if path == ("embedding",):
         return "token_embedder/embedding", SAME
@@ -320,7 +321,7 @@ def _layer(x: Tensor, i: int) -> Tensor:
 
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
-    """Returns a tensor with its axis of heads, if it exists, merged with another axis."""
+    """Merges the axis of heads of a tensor, if the axis exists, with another axis."""
     _, _, parent = name.rpartition("/")[0].rpartition("/")
     layout = _HEADS.get(parent)
     if layout is None or len(x.shape) != 3:

@@ -29,10 +29,10 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path, remedy: str = "Copy or download it again.") -> Iterator[None]:
-    """Context manager like `describing`, for files of tensors.
+    """Turns errors of reading a file of tensors into a `ValueError`, like `describing`.
 
-    The libraries that read files of tensors raise errors of their own types. This context manager
-    turns these errors into a `ValueError`.
+    The libraries that read files of tensors raise errors of their own types. The context manager
+    turns all of these errors into a `ValueError`.
 
     Args:
       path: the path of the file, for the error message.
@@ -50,13 +50,13 @@ def reading(path: pathlib.Path, remedy: str = "Copy or download it again.") -> I
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How another library stores the axes of a parameter.
+    """Describes how another library stores the axes of a parameter.
 
     Attributes:
       rows: the number of leading axes that the other library merges to the rows of a matrix. The
         remaining axes are merged to the columns. `None` means that the axes are the same in both
         libraries.
-      transposed: whether the matrix is transposed. If it is true, `rows` must be given.
+      transposed: whether the matrix is transposed. A transposed layout needs `rows`.
     """
 
     rows: int | None = None

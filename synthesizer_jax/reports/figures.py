@@ -48,7 +48,7 @@ STYLE: dict[Any, Any] = {
 }
 
 Line: TypeAlias = tuple[Sequence[float] | np.ndarray, ...]
-"""The x and y of a line, which have the same length. A band adds its lowest and highest y."""
+"""The x and y of a line, and for a band also the lowest y and the highest y, of equal length."""
 
 
 class Cell(NamedTuple):
@@ -76,7 +76,7 @@ class Section(NamedTuple):
       headings: the headings of the table's columns.
       rows: the rows of the table.
       numbers: whether all columns except the first contain numbers.
-      folded: whether the section is closed until the reader clicks on it.
+      folded: whether the section is closed until the reader clicks on the heading.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Section(NamedTuple):
 def write_page(
     path: pathlib.Path, *, title: str, template: str = "page.html.jinja", **variables: object
 ) -> None:
-    """Writes a page, with the versions of the libraries at its end.
+    """Writes a page, and adds the versions of the libraries at the end of the page.
 
     The file is replaced atomically.
 
@@ -245,7 +245,7 @@ def to_svg(figure: Figure, label: str = "") -> Markup:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     svg = re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    # Remove the ids of groups. They are the same in all charts, but an id may occur only once in a
+    # Remove the ids of groups. All charts have the same ids, but an id may occur only once in a
     # page.
     svg = re.sub(r' id="[A-Za-z.]+_\d+"', "", svg)
     # Remove the width and the height. The page sets the width, and the view box keeps the

@@ -24,7 +24,7 @@ from synthesizer_jax.runs.saved import find_checkpoint, is_run, read_experiment
 from synthesizer_jax.training.run_directory import WATCHING
 
 Record: TypeAlias = Mapping[str, Any]
-"""A line of a log as a dictionary. It holds measures by name, or an example and a prediction."""
+"""A line of a log, which contains measures by name, or an example and a prediction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +108,7 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
       FileNotFoundError: a directory does not contain a run.
       ValueError: a run has logged nothing yet, or a file is damaged.
     """
-    # The name of a run is the end of its path. It is as short as possible, but differs between all
-    # runs.
+    # The name of a run is the shortest end of the run's path that differs between all runs.
     paths = [absolute(directory).parts for directory in directories]
     distinct = (n for n in range(1, 9) if len({parts[-n:] for parts in paths}) == len(paths))
     length = next(distinct, 1)
@@ -124,8 +123,8 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
 
     systems: list[System] = []
     for runs in groups.values():
-        # Users probably want to compare runs with the same experiment. For example, one run was
-        # made before a change of the code, and another run after the change.
+        # Users probably want to compare runs with the same experiment. For example, the runs may
+        # have been made before and after a change of the code.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
         for together in [[run] for run in runs] if alike else [runs]:
             name = together[0].name
@@ -165,8 +164,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
             "eval'."
         )
     for record in evaluations.values():
-        # If the data has no metrics, the score is the negative loss. Leave out the score, because
-        # it would only repeat the loss.
+        # If the data has no metrics, the score is the negative loss. Leave out the score in this
+        # case, because the score would only repeat the loss.
         if record.get("score") == -(record.get("loss") or math.nan):
             del record["score"]
 
@@ -248,7 +247,7 @@ def differences(values: Sequence[JSON], path: str = "") -> Iterator[tuple[str, l
 
     Args:
       values: the experiments, or a field of each, as JSON data.
-      path: the path of the field. It is empty for the experiments themselves.
+      path: the path of the field. The path of the experiments themselves is empty.
     """
     if all(value == values[0] for value in values):
         return

@@ -171,7 +171,7 @@ Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
 class _Config:
     """The fields of ``config.json`` that are read, with transformers' defaults.
 
-    The fields are checked in this order.
+    The fields are checked in the order of their definitions.
     """
 
     model_type: str = "t5"
@@ -304,7 +304,7 @@ def read_ids(
 def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of ``config.json`` and ``generation_config.json`` that contain ids."""
     fields: dict[str, object] = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()}
-    fields.update(dict.fromkeys(FORCED))  # null means that no token is forced
+    fields.update(dict.fromkeys(FORCED))  # the value null means that no token is forced
     if ids.also_end:
         fields["eos_token_id"] = list(ids.ends)
     return fields

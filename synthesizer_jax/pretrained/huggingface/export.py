@@ -46,11 +46,11 @@ CARD = "README.md"
 
 
 class Kind(NamedTuple):
-    """How transformers stores a model.
+    """Describes how transformers stores a model.
 
     Attributes:
-      config: returns the fields of ``config.json`` for the name of the tensors' dtype.
-      name_of: returns the name and layout of a parameter.
+      config: a function from the name of the tensors' dtype to the fields of ``config.json``.
+      name_of: a function that returns the name and layout of a parameter.
     """
 
     config: Callable[[str], dict[str, Any]]
@@ -89,10 +89,10 @@ def write_folder(
       folder: the empty directory.
       model: the model, with looped layers.
       variables: the variables of the model.
-      vocabulary: the vocabulary, which is written as a tokenizer. If it is `None`, no tokenizer is
-        written.
+      vocabulary: the vocabulary, which is written as a tokenizer. If the vocabulary is `None`, no
+        tokenizer is written.
       dtype: the name of the tensors' dtype, which is a key of `DTYPES`.
-      card: the text of the model card. If it is empty, no card is written.
+      card: the text of the model card. If the text is empty, no card is written.
 
     Raises:
       OSError: if the tensors cannot be written.
@@ -135,7 +135,7 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         "pad_token": "<pad>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
-        "split_special_tokens": True,  # reads "</s>" in a text as four characters
+        "split_special_tokens": True,  # this option reads "</s>" in a text as four characters
         "legacy": True,
     }
 

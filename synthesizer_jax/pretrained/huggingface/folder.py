@@ -65,8 +65,8 @@ def open_folder(
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_files(is_in_encoder) if encoder_only else open_files()
 
-    # The folder may contain the embedding under several names. Take the first tensor, and check
-    # that the other tensors are copies of it.
+    # The folder may contain the embedding under several names. Take the first of these tensors, and
+    # check that the other tensors are equal to the first tensor.
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
@@ -76,8 +76,8 @@ def open_folder(
             )
 
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
-    # Read the configuration again, because its meaning depends on whether the folder contains an
-    # output projection, which is known only now.
+    # Read the configuration again. The meaning of the configuration depends on whether the folder
+    # contains an output projection, which is known only now.
     architecture = read_config(folder, output=has_output, encoder_only=encoder_only)
     if architecture.tied and has_output and compare and architecture.num_decoder_layers:
         raise _unequal_projection(folder, OUTPUT, shared)

@@ -49,11 +49,11 @@ were left out, a model from the hub could differ from the same model in a folder
 OWNERS = dict.fromkeys(("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"), "google-t5")
 """Maps old names of models, which contain no owner, to the owners of the models.
 
-Adapters from the first years of the hub still name their base model without an owner.
+Adapters from the first years of the hub name their base models without the owners.
 """
 
 _LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "requests")
-"""Libraries whose exceptions mean that the hub cannot be reached or refuses to give a model."""
+"""The libraries whose exceptions mean that the hub cannot be reached or refuses a model."""
 
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(/(?P<folder>\w[\w.-]*))?")
@@ -93,7 +93,7 @@ def locate(
 
     Args:
       source: a path, ``OWNER/NAME``, ``OWNER/NAME/FOLDER``, or one of the names in `OWNERS`.
-      revision: a branch, tag or commit of the model on the hub. `None` is the main branch.
+      revision: a branch, tag or commit of the model on the hub. `None` means the main branch.
       subfolder: a folder inside the source, such as ``text_encoder_2`` in a pipeline of diffusers.
         The folder of the pipeline's tokenizer is downloaded too.
       variant: which files with weights are downloaded; see `weights.with_variant`.
@@ -164,7 +164,7 @@ def _download(
 
     Args:
       model: the name of the model, ``OWNER/NAME``.
-      revision: a branch, tag or commit. `None` is the main branch.
+      revision: a branch, tag or commit. `None` means the main branch.
       patterns: the patterns of the files' paths.
       advice: the first sentences of error messages.
 

@@ -42,7 +42,7 @@ _PREFIX = "base_model.model."
 """The prefix of every tensor's name in a folder of PEFT."""
 
 _WEIGHT, _BASE_LAYER = ".weight", ".base_layer.weight"
-"""The suffixes of a module's tensor if PEFT adds no update to the tensor, and if it adds one."""
+"""The suffixes of the names of tensors without an update and with an update by PEFT."""
 
 _SHARED, *_EMBEDDINGS_OF_STACKS = (name.removesuffix(_WEIGHT) for name in EMBEDDINGS)
 """The modules of a T5 that hold the embedding: the shared module, and a module in each stack."""
@@ -213,8 +213,8 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     known: set[str] = set()
     for c in correspondences(base.model, name_of):
         modules = _modules_of(c, base.model)
-        # Collect the tensors that replace the parameter. They exist if `modules_to_save` names the
-        # parameter.
+        # Collect the tensors that replace the parameter. Such tensors exist only if
+        # `modules_to_save` names the parameter.
         whole = {
             name: tensors[name] for module in modules for name in _whole(module) if name in tensors
         }
@@ -287,7 +287,7 @@ def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
 
     In transformers, several modules hold the embedding of a T5. A tied output projection holds the
     embedding too. All of these modules share one tensor until PEFT wraps one of the modules. After
-    that, each module computes with its own copy of the tensor.
+    PEFT has wrapped a module, each module computes with its own copy of the tensor.
     """
     module = c.name.removesuffix(_WEIGHT)
     if c.path != ("embedding",):
@@ -435,8 +435,8 @@ def write_adapters(
                 tensors[_PREFIX + name] = np.ascontiguousarray(matrix)
             targets.add(module)
 
-    # The last parts of the modules' names, such as q and v, are enough if every module with such a
-    # name is adapted.
+    # Write only the last parts of the modules' names, such as q and v, if all modules whose names
+    # end with these parts are adapted.
     leaves = {module.rpartition(".")[2] for module in targets}
     named = {c.name.removesuffix(_WEIGHT) for c in found}
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:

@@ -36,7 +36,7 @@ from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
 
 PREFIX = "model."
-"""The prefix of tensors' names in whole models. Encoders do not have the prefix."""
+"""The prefix of tensors' names in whole models. The names in encoders have no prefix."""
 
 OUTPUT = "lm_head.out_proj.weight"
 """The name of the output projection."""
@@ -245,7 +245,7 @@ class T5Gemma:
         # ``decoder``.
         ids = {name: decoder_fields.get(name) for name in IDS}
         ids.update(data)
-        # The decoder of a T5Gemma starts with BOS unless the files name another id.
+        # The decoder of a T5Gemma starts with BOS unless the configuration names another id.
         unsaid = SpecialIds(start=decoder.bos_token_id)
         return cls(
             encoder,
@@ -351,8 +351,8 @@ _SUBLAYERS = {
 }
 """Maps the names of attention in this package to the names of attention in transformers.
 
-The names of norms contain these names, too. All other parameters of a layer belong to the
-feed-forward layer.
+The name of a norm contains the name of the attention to which the norm belongs. All other
+parameters of a layer belong to the feed-forward layer.
 """
 
 _LEAVES = {

@@ -55,7 +55,8 @@ Up to version 4 of transformers, the name of a tokenizer class may end in ``Fast
 ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")
 """General tokenizer classes of transformers 4 and 5, whose names do not tell the tokenizer.
 
-If a folder names such a class, the files of the folder show which tokenizer it contains.
+If a folder names one of these classes, other files of the folder show which tokenizer the folder
+contains.
 """
 
 _REMEDY = "Put the model's spiece.model beside it, or give one with --vocabulary."
@@ -82,7 +83,7 @@ def read_vocabulary(
     ids: SpecialIds = T5_IDS,
     rows: int = MOST_ADDED**2,
 ) -> Bytes | SentencePiece | None:
-    """Returns the configuration of a folder's vocabulary, or `None` if it has no supported one.
+    """Returns the configuration of a folder's vocabulary, or `None` if it is not supported.
 
     In pipelines of diffusers, the tokenizer is in a folder beside the folder of the model, such as
     ``tokenizer_2`` beside ``text_encoder_2``.
@@ -276,7 +277,7 @@ def _has_bos(model: bytes) -> bool:
 
 
 def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
-    """Returns the SentencePiece model that a folder's tokenizer files describe, with its sentinels.
+    """Returns the SentencePiece model, with sentinels, that tokenizer files of a folder describe.
 
     Args:
       path: a ``tokenizer.json``, or a ``vocab.json`` that has ``merges.txt`` beside it and may have
@@ -311,7 +312,7 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
 
 
 def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what a ``tokenizer.json`` would contain instead of RoBERTa's older files."""
+    """Converts RoBERTa's older tokenizer files to the content of a ``tokenizer.json``."""
     lines = (folder / MERGES).read_text(encoding="utf-8").splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
@@ -352,7 +353,7 @@ class _Pieces(NamedTuple):
     Attributes:
       kind: ``unigram``, as in T5; ``bpe``, which writes characters without a piece as bytes, as in
         Gemma; or ``byte-level``, a BPE of bytes, as in CodeT5.
-      scored: the pieces and their scores, in the order of their ids.
+      scored: the pieces with their scores, in the order of the pieces' ids.
       unknown: the id of the piece for characters that no other piece contains.
       start: the id of BOS. Tokenizers of the kind ``unigram`` do not use BOS.
     """
@@ -458,7 +459,7 @@ def _add_pieces(
 def _describe_training(
     spec: Any, pieces: _Pieces, messages: ModuleType, special: SpecialIds
 ) -> None:
-    """Sets the algorithm and the special ids of a SentencePiece model, which are in `spec`."""
+    """Sets the algorithm and the special ids in the specification of a SentencePiece model."""
     names = [piece for piece, _ in pieces.scored]
     spec.pad_id = special.padding
     spec.pad_piece = names[special.padding]
@@ -477,7 +478,7 @@ def _describe_training(
 
 
 def _describe_normalizer(spec: Any, pieces: _Pieces, steps: list[dict[str, Any]]) -> None:
-    """Sets how a SentencePiece model changes texts before it divides them into pieces.
+    """Sets how a SentencePiece model normalizes texts before dividing the texts into pieces.
 
     The function changes `spec` in place. The argument `steps` contains the steps of the normalizer
     and the pre-tokenizer.
@@ -513,7 +514,7 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
     """
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
-        # A merge is "first second" in older files, and ["first", "second"] in newer ones.
+        # A merge has the form "first second" in old files, and ["first", "second"] in new files.
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault(first + second, rank)
 
@@ -573,9 +574,9 @@ def _refuse_others(added: Mapping[int, str], size: int) -> None:
 def _with_added(
     pieces: list[tuple[str, float]], added: Mapping[int, str]
 ) -> list[tuple[str, float]]:
-    """Returns the pieces, followed by the sentinels that were added to them.
+    """Returns the pieces, followed by the sentinels that were added to the pieces.
 
-    If an id has neither a piece nor an added token, it gets an unused piece.
+    If an id has neither a piece nor an added token, the id gets an unused piece.
     """
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:

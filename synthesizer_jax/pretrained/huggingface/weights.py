@@ -28,7 +28,7 @@ TORCH = "pytorch_model.bin"
 
 
 def with_variant(file: str, variant: str | None) -> str:
-    """Returns the name that a file with weights, or its index, has in a variant of a model.
+    """Returns the name of a file with weights, or of an index, in a variant of a model.
 
     For example, ``model.safetensors`` becomes ``model.fp16.safetensors`` in the variant ``fp16``.
     Transformers uses the name ``model.fp16.safetensors`` if a model is saved with
@@ -174,7 +174,7 @@ _READERS: dict[str, Callable[[pathlib.Path], dict[str, Tensor]]] = {
     SAFETENSORS: open_safetensors,
     TORCH: _open_torch,
 }
-"""Maps names of files to the functions that open them, in the order in which they are tried."""
+"""Maps names of files to functions that open the files. Names are tried in this order."""
 
 _REMEDIES = {
     SAFETENSORS: "Copy or download it again.",
