@@ -2,17 +2,17 @@
 
     python benchmarks/attention.py --batch 8 --length 512 --json attention.json
 
-The sub-layers run in turns in one process. The table has medians over the rounds. It also shows the
-machine's rate of matrix products. A sub-layer includes its projections. The reference is the
-fastest of einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant is
-the reference's time divided by the variant's time. The table counts the FLOPs of the matrix
+The sub-layers run in turns in one process. The table has medians over the rounds. The table also
+shows the machine's rate of matrix products. A sub-layer includes its projections. The reference is
+the fastest of einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant
+is the reference's time divided by the variant's time. The table counts the FLOPs of the matrix
 products in the forward pass, relative to the reference. `--bias` adds T5's relative bias to all
 sub-layers that support it.
 
     python benchmarks/attention.py --functions --length 2048
 
 With `--functions`, the script compares the function `dot_product_attention` with
-`jax.nn.dot_product_attention` instead. It compares them without a bias, with a learned bias ``[1,
+`jax.nn.dot_product_attention` instead. Both functions run without a bias, with a learned bias ``[1,
 heads, length, length]``, and with T5's bias. `jax.nn` receives T5's bias as an array, which is
 looked up in the bias table. The backward pass computes all gradients, including the gradient of the
 bias or of the bias table.

@@ -115,7 +115,7 @@ MIXERS: dict[str, Callable[[bool], Alignment | Mixer]] = {
     ),
     "token": lambda causal: TokenFeedForward(SIZE.d_ff, SIZE.heads, SIZE.head_dim),
 }
-"""Functions that make mixers. Their argument says whether the stack is causal."""
+"""Functions that make mixers. The argument of a function says whether the stack is causal."""
 
 
 def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:

@@ -24,8 +24,8 @@ COLORS = {
 OURS, OTHER, BASELINE, LINE = (f"#0000c{i}" for i in range(4))
 """The colors that figures are drawn with.
 
-These colors are placeholders. `save` replaces them with the colors of `COLORS`, which depend on the
-color scheme.
+The colors `OURS`, `OTHER`, `BASELINE` and `LINE` are placeholders. `save` replaces them with the
+colors of `COLORS`, which depend on the color scheme.
 """
 
 NARROW = "-narrow"
@@ -39,8 +39,8 @@ def save(draw: Callable[[bool], Figure], path: pathlib.Path) -> None:
     same files.
 
     Args:
-      draw: a function that returns the figure. Its argument says whether the figure is for narrow
-        screens.
+      draw: a function that returns the figure. The argument of `draw` says whether the figure is
+        for narrow screens.
       path: the SVG file of the wide figure.
     """
     style = {

@@ -3,16 +3,17 @@
     python benchmarks/reliability.py --kills 50 --processes 1
     python benchmarks/reliability.py --kills 50 --processes 1 2
 
-At random times, one process of the run receives SIGKILL, SIGTERM or SIGINT. Then the run is started
-again. Every few kills, the number of processes changes. All processes together always have eight
-devices. A kill happens a random number of steps or seconds after the start, and at most `--stride`
-steps after the start. Kills therefore also occur while modules are imported, data is read, programs
-are compiled, the model is evaluated, or checkpoints are written.
+At random times, one process of the run receives SIGKILL, SIGTERM or SIGINT. After each signal, the
+run is started again. Every few kills, the number of processes changes. All processes together
+always have eight devices. A kill happens a random number of steps or seconds after the start, and
+at most `--stride` steps after the start. Kills therefore also occur while modules are imported,
+data is read, programs are compiled, the model is evaluated, or checkpoints are written.
 
 At the end, every step must have read the same examples as in the uninterrupted run
 (`data_checksum`), and must have the same loss. If the number of processes is constant, the losses
-must be exactly equal. Otherwise, they must be equal within a relative tolerance of 1e-4. The log
-must also contain all evaluations. If something differs, the script fails.
+must be exactly equal. If the number of processes changes, the losses must be equal within a
+relative tolerance of 1e-4. The log must also contain all evaluations. If something differs, the
+script fails.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def write(
       text: the Markdown text of the section.
       result: all measurements, for `--json`.
       options: the parsed command line.
-      facts: facts on which the measurements depend, such as versions. They stand in a line below
-        the text.
+      facts: facts on which the measurements depend, such as versions. The facts stand in a line
+        below the text.
     """
     note = "; ".join(f"{name}: {value}" for name, value in facts.items())
     command = " ".join(["python", *_without_output_options(sys.argv)])

@@ -108,8 +108,8 @@ def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int
     costs = compiled.cost_analysis()
     memory = compiled.memory_analysis()
     # The backward pass has twice the products of the forward pass. The fused backward pass also
-    # computes the logits again. It consists of one kernel or of two kernels. If it consists of two
-    # kernels, each kernel computes the logits and the gradients of the weights.
+    # computes the logits again. The fused backward pass consists of one or two kernels. If there
+    # are two kernels, each kernel computes the logits and the gradients of the weights.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
     if implementation == "fused":
         recomputations = 1 if choose_tile_rows(length, length) == length else 3

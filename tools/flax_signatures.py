@@ -1,9 +1,9 @@
 """Shows the constructors of Flax modules in the reference.
 
 Flax makes the constructor of a module from its fields when the module is imported. Griffe reads the
-source of the package instead of importing the package. It therefore finds no constructor for Linen
-modules. For NNX modules, Griffe finds only the constructor of `LinenModule`, whose arguments are
-the fields of another class.
+source of the package instead of importing the package. Griffe therefore finds no constructor for
+Linen modules. For NNX modules, Griffe finds only the constructor of `LinenModule`, whose arguments
+are the fields of another class.
 """
 
 from __future__ import annotations

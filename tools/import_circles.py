@@ -19,7 +19,8 @@ def import_circles(graph: grimp.ImportGraph) -> list[tuple[str, ...]]:
     """Returns circles of imports, such as ``(a, b, a)`` if the modules a and b import each other.
 
     Every import that is part of a circle is in at least one of the circles that are returned. A
-    circle is as short as the imports allow. It begins with the alphabetically first of its names.
+    circle is as short as the imports allow. Every circle begins with the alphabetically first of
+    its names.
     """
     circles = set()
     for importer in graph.modules:

@@ -111,8 +111,8 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
 def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
     """Makes the missing runs of tables, beginning with the runs of the first seed.
 
-    If a run starts from another run, the other run is made first. It is made even if its results
-    are known, because its directory is needed.
+    If a run starts from another run, the other run is made first. The other run is made even if its
+    results are known, because its directory is needed.
     """
     known = load()["runs"]
     facts = versions()

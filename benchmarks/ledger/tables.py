@@ -95,8 +95,8 @@ class Table:
       source: the paper that reports the metric, and how the values of the paper are known.
       comparable: whether the systems have learned enough to be compared with the paper's order.
       vocabulary: the file of the vocabulary, relative to the work directory.
-      settings: settings that differ from those of the recipes.
-      steps: the number of steps, if it differs from that of the recipes.
+      settings: settings that differ from the settings of the recipes.
+      steps: the number of steps, if the recipes have a different number.
       test: the options of `eval` for the test split. If `test` is empty, the metric is measured on
         the evaluation split of the recipe.
       teacher: the recipe of the teacher, for distillations.
@@ -146,7 +146,7 @@ class Table:
         return value - baseline
 
     def all_settings(self) -> list[str]:
-        """Returns all settings that differ from those of the recipes, including `steps`."""
+        """Returns all settings that differ from the settings of the recipes, including `steps`."""
         if self.steps is None:
             return list(self.settings)
         schedule = "training.optimizer.learning_rate"

@@ -1,4 +1,4 @@
 """Vocabularies, pre-training objectives, prepared tasks, and the batches that training reads.
 
-This package imports neither JAX nor the models nor TensorFlow.
+The package `synthesizer_jax.data` does not import JAX, TensorFlow or the models.
 """

@@ -1,7 +1,8 @@
 """Groups examples into rows, and lays out rows as the arrays of a batch.
 
-There are two ways to group examples. `Packer` puts several examples into one row until nothing more
-fits. `LengthSorter` puts one example into each row, and gives all rows of a batch a similar length.
+The module has two ways to group examples into rows. `Packer` puts several examples into one row
+until nothing more fits. `LengthSorter` puts one example into each row, and gives all rows of a
+batch a similar length.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Packer:
     examples.
 
     Args:
-      take: a function that returns the next examples. Its argument is their number.
+      take: a function that returns the next examples. Its argument is the number of examples.
       lengths: the maximum numbers of input tokens and of target tokens in a row.
       max_segments: the maximum number of examples in a row.
       window: the number of pending examples to choose from. If `window` is 1, every row holds one
@@ -69,7 +70,7 @@ class Packer:
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
         """Replaces the pending examples by a list that the property `pending` returned.
 
-        The argument `draws` is ignored. It exists only because `LengthSorter.restore` needs it.
+        The argument `draws` is ignored. It makes the method compatible with `LengthSorter.restore`.
         """
         del draws
         self._numbers = itertools.count()
@@ -129,7 +130,7 @@ class Packer:
         return None
 
     def _key(self, example: DrawnExample, number: int) -> tuple[int, int]:
-        """Returns the sort key of an example: its length, and the negative of its number."""
+        """Returns the sort key of an example, which is its length and its negative number."""
         return len(example.inputs if self._lengths[0] else example.targets), -number
 
     def _remove(self, index: int) -> DrawnExample:
@@ -155,9 +156,9 @@ class LengthSorter:
     so that the short examples of all shards are in the same batches.
 
     Args:
-      take: a function that returns the next examples. Its argument is their number.
+      take: a function that returns the next examples. Its argument is the number of examples.
       rows: the number of rows that this shard contributes to a batch.
-      seed: the seed of the order of the batches. It must be the same for all shards.
+      seed: the seed of the order of the batches. The seed must be the same for all shards.
     """
 
     def __init__(self, take: Callable[[int], list[DrawnExample]], *, rows: int, seed: int):
@@ -223,7 +224,7 @@ def batch_fields(
     The trainer derives the shapes and dtypes of a training batch from these fields. The arrays are
     broadcast views of a single row, so they take almost no memory. A batch has these fields:
 
-    - ``encoder_input_tokens``: int32 token ids ``[rows, inputs_length]``. If there are no inputs,
+    - ``encoder_input_tokens``: int32 token ids ``[rows, inputs_length]``. For tasks without inputs,
       ``inputs_length`` is 0.
     - ``decoder_input_tokens``: int32 token ids ``[rows, targets_length]``, the targets shifted
       right by one position.

@@ -91,5 +91,5 @@ class ByteLevel:
             return b""
         piece = self._processor.IdToPiece(i)
         # Sentinels and other pieces that begin with `▁` do not spell bytes, because `CHARACTERS`
-        # does not contain `▁`. Such a piece gives its own text.
+        # does not contain `▁`. A piece that begins with `▁` gives its own text.
         return piece[1:].encode() if piece.startswith("▁") else b"".join(_BYTES[c] for c in piece)

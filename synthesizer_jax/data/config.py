@@ -25,8 +25,8 @@ class DataConfig:
         inputs.
       targets_length: the number of decoder tokens per row.
       batch_size: the number of rows of the global batch.
-      shards: the number V of virtual shards. It must divide the batch size and cannot be changed
-        during a run.
+      shards: the number V of virtual shards. The number V must divide the batch size and cannot be
+        changed during a run.
       pack: whether several examples are packed into a row. Segment ids keep the examples of a row
         apart (see `batch.Packer`).
       seed: the seed of shuffling and mixing.
@@ -36,8 +36,8 @@ class DataConfig:
       max_segments: the maximum number of examples per packed row. `None` means one example per 16
         input tokens, or per 16 target tokens if there are no inputs.
       buckets: pairs of ``inputs_length`` and ``targets_length``. With buckets, every batch holds
-        rows of similar length. It has the shape of the smallest bucket that fits its rows, or the
-        full lengths if no bucket fits. Use buckets for models that do not accept packed rows.
+        rows of similar length. A batch has the shape of the smallest bucket that fits its rows, or
+        the full lengths if no bucket fits. Use buckets for models that do not accept packed rows.
       classes: the label words of an encoder's classes, in the order of its outputs. If classes are
         given, every target becomes the number of its class, so `targets_length` must be 1. If
         `classes` is empty, targets are texts.

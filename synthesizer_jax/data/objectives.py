@@ -1,7 +1,7 @@
 """Pre-training objectives, such as span corruption, UL2's mixture and masked language modeling.
 
-An objective is a frozen dataclass. It turns segments of documents into inputs and targets, and it
-uses only NumPy.
+An objective is a frozen dataclass. An objective turns segments of documents into inputs and
+targets, and uses only NumPy.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SegmentObjective(Objective):
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
         """Returns the inputs and the targets of a segment as int32 token ids.
 
-        Both are at most as long as `form` allows.
+        The inputs and the targets are at most as long as `form` allows.
 
         Args:
           tokens: the token ids of the segment, ``[length]``. A segment has at least one token.
@@ -427,7 +427,7 @@ class ObjectiveMixture(Objective):
     The segment has the length that the drawn objective needs.
 
     Attributes:
-      objectives: the objectives. All must have the same `documents` and `document_eos`.
+      objectives: the objectives. All objectives must have the same `documents` and `document_eos`.
       rates: the relative rates of the objectives. If `rates` is empty, all rates are equal.
     """
 

@@ -279,9 +279,10 @@ class Stream:
     def fingerprint(self) -> dict[str, object]:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
-        The checksum of a task is the checksum of its first record. It depends on the vocabulary,
-        the data set and the preprocessing. Fields of `DataConfig` that have their defaults are
-        omitted. Later versions can therefore add fields and still restore earlier positions.
+        The checksum of a task is the checksum of its first record. The checksum depends on the
+        vocabulary, the data set and the preprocessing. Fields of `DataConfig` that have their
+        defaults are omitted. Later versions can therefore add fields and still restore earlier
+        positions.
         """
         config = self.config
         settings: dict[str, object] = {

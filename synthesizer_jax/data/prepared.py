@@ -10,7 +10,7 @@ nor TensorFlow.
 A record of a file of tokens holds up to `examples.CHUNK` examples. All numbers are little-endian. A
 record has these parts in this order:
 
-- two uint32: the number of examples, and the number of bytes per token;
+- two uint32 numbers, which are the number of examples and the number of bytes per token;
 - the lengths of all inputs, then the lengths of all targets, as uint32;
 - the tokens of all inputs, then the tokens of all targets, as uint16 if all ids of the record fit
   and as uint32 otherwise.
@@ -265,7 +265,7 @@ class RaggedTokens(NamedTuple):
     def _offsets(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns how many tokens of the same sequence come before and after every token.
 
-        Both arrays are int64 ``[tokens]``.
+        Both returned arrays are int64 ``[tokens]``.
         """
         starts, stops = (np.repeat(x, np.diff(self.ends)) for x in (self.ends[:-1], self.ends[1:]))
         indices = np.arange(len(self.ids))

@@ -156,8 +156,8 @@ def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray
     Chunks begin at multiples of `length`. A document with at most `length` tokens is returned
     whole.
     """
-    # A short document draws no random number. It therefore does not change the numbers that later
-    # documents draw.
+    # A short document draws no random number. A short document therefore does not change the
+    # numbers that later documents draw.
     if len(tokens) <= length:
         return tokens
     (chunk,) = draws.integers(1, low=0, high=-(-len(tokens) // length)).tolist()

@@ -12,10 +12,10 @@ from synthesizer_jax.data.vocabularies import Vocabulary
 def stop_table(vocabulary: Vocabulary, strings: Sequence[str], size: int) -> np.ndarray:
     """Returns the automaton that finds stop strings in the text of tokens.
 
-    This is the automaton of Aho and Corasick (1975). The automaton reads the bytes of each token,
-    so a string may begin and end inside a token. State 0 is the beginning of the text. The last
-    state means that a string was found, and it is never left. In every other state, the text ends
-    with a prefix of a string, and each state stands for another prefix.
+    The function computes the automaton of Aho and Corasick (1975). The automaton reads the bytes of
+    each token, so a string may begin and end inside a token. State 0 is the beginning of the text.
+    The last state means that a string was found, and it is never left. In every other state, the
+    text ends with a prefix of a string, and each state stands for another prefix.
 
     Args:
       vocabulary: the vocabulary, which gives the bytes of each token.

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 EXTRA_IDS = 100
 """The number of T5's sentinels.
 
-The sentinels are ``<extra_id_0>`` to ``<extra_id_99>``. They are at the end of the vocabulary.
+The sentinels are ``<extra_id_0>`` to ``<extra_id_99>``. All sentinels are at the end of the
+vocabulary.
 """
 
 BPE_OF_BYTES = "BPE of bytes"
-"""The name of the normalizer in the file of a byte-level BPE. It shows that the file is one.
+"""The name of the normalizer in the file of a byte-level BPE. Only such files have it.
 
 No piece contains the name of this normalizer, because pieces are written with ``▁`` instead of a
 space.
@@ -129,14 +130,17 @@ class Vocabulary(abc.ABC):
 
     @property
     def around_inputs(self) -> tuple[list[int], list[int]]:
-        """The ids to put before and after the ids of an input. By default, EOS comes after them."""
+        """The ids to put before and after the ids of an input.
+
+        By default, EOS comes after the ids of an input.
+        """
         return [], [self.eos_id]
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that identify what the vocabulary encodes.
 
-        They do not depend on the path of the file.
+        The digits do not depend on the path of the file.
         """
         return hashlib.sha256(self.contents()).hexdigest()[:16]
 
@@ -148,7 +152,7 @@ class Vocabulary(abc.ABC):
 @register
 @dataclasses.dataclass(frozen=True)
 class Bytes(Vocabulary):
-    """A vocabulary of UTF-8 bytes, as in ByT5. It needs no file.
+    """A vocabulary of UTF-8 bytes, as in ByT5, which needs no file.
 
     Padding has the id 0, EOS has the id 1, and unknown text has the id 2. The 256 bytes come next,
     and the sentinels come last. Decoding omits sentinels and invalid UTF-8.

@@ -81,8 +81,8 @@ def prepare(
       training_splits: the splits for training. Only the tokens of these splits are written.
       evaluation_splits: the splits for evaluation. For these splits, the tokens and everything that
         metrics need are written.
-      lengths: the lengths of inputs and targets of rows. They are needed only for tasks whose
-        preprocessing depends on the lengths.
+      lengths: the lengths of inputs and targets of rows. The lengths are needed only for tasks
+        whose preprocessing depends on them.
       epochs: how many times the rows are read. In each epoch, the random steps of the task draw
         other numbers. The default is the number of epochs for which the split is already prepared,
         or 1.
@@ -324,8 +324,8 @@ def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) ->
                 texts = {
                     f"{side}_pretokenized": job.prepared.vocabulary.decode(ids)
                     for side, ids in zip(SIDES, tokens[i], strict=True)
-                    # Rows of SeqIO tasks may have only tokens. In this case, decode the texts from
-                    # the tokens.
+                    # If the rows of a SeqIO task have only tokens, decode the texts from the
+                    # tokens.
                     if f"{side}_pretokenized" not in row
                 }
                 file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Row: TypeAlias = dict[str, JSON]
 """A mapping from the names of features to the features of a row."""
 Example: TypeAlias = tuple[Row, tuple[str, ...]]
-"""A row, and words of it. Their combination decides whether the row is held out."""
+"""A row, and words of it. These words decide if the row is held out."""
 
 
 class Draw:

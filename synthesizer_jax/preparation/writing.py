@@ -124,8 +124,8 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
     Args:
       data_dir: the TFDS data directory to which the data sets are moved, on a disk. The directory
         is created if it does not exist.
-      renew: whether existing data sets are replaced. Otherwise, the splits of an existing data set
-        are kept and the new ones are added.
+      renew: whether existing data sets are replaced. If it is false, the splits of an existing data
+        set are kept and the new splits are added.
 
     Raises:
       OSError: if the disk is full.

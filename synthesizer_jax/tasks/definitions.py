@@ -158,9 +158,9 @@ SUPER_GLUE = (
 def sentinel_name(name: str) -> str:
     """Returns T5's name for the variant of a task in the sentinel format.
 
-    In this format, answers begin with a sentinel. The name has ``_1_sentinel`` inserted before the
-    first of ``_train``, ``_dev``, ``_test``, ``_eval`` and ``.``. If the name contains none of
-    these parts, ``_1_sentinel`` is appended.
+    In the sentinel format, answers begin with a sentinel. The name has ``_1_sentinel`` inserted
+    before the first of ``_train``, ``_dev``, ``_test``, ``_eval`` and ``.``. If the name contains
+    none of these parts, ``_1_sentinel`` is appended.
     """
     positions = [name.find(m) for m in ("_train", "_dev", "_test", "_eval", ".") if m in name]
     position = min(positions, default=len(name))
@@ -302,8 +302,8 @@ PRE_TRAINING = (
 )
 """Tasks that consist of texts. Each has the objective that turns its texts into examples.
 
-T5 leaves the objective of its ``unsupervised`` tasks to its configuration. Here, these tasks have
-the objective of T5's published models.
+T5 leaves the objective of its ``unsupervised`` tasks to its configuration. In this package, the
+``unsupervised`` tasks have the objective of T5's published models.
 """
 
 

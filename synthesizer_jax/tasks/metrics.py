@@ -23,7 +23,7 @@ with epy.lazy_imports():
     from rouge_score import rouge_scorer
 
 Value: TypeAlias = Any
-"""A value that a metric compares. Its type depends on the task.
+"""A value that a metric compares. The type of the value depends on the task.
 
 The value is an index, a number, a string or a dictionary.
 """
@@ -216,8 +216,8 @@ def bleu(
         ``13a`` is the tokenizer of WMT and sacreBLEU's default. ``none`` splits only at spaces.
 
     Returns:
-      A dictionary with one score. Its name is ``bleu`` with T5's tokenizer, ``bleu_13a`` with the
-      tokenizer ``13a``, and so on.
+      A dictionary with one score. The name of the score is ``bleu`` with T5's tokenizer,
+      ``bleu_13a`` with the tokenizer ``13a``, and so on.
     """
     score = _corpus_bleu(targets, predictions, tokenize=tokenize, order=4)
     return {"bleu" if tokenize == "intl" else f"bleu_{tokenize}": score}

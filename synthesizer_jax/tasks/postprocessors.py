@@ -80,9 +80,9 @@ def referent(answer: str, *, example: Example, is_target: bool) -> int:
     result is −1.
 
     The comparison follows T5's rule for WSC. Determiners are removed and words are converted to
-    lower case. Then the set of words of one text must contain the set of words of the other text.
-    An apostrophe in only one of the two texts means that they name different referents. A referent
-    that consists only of determiners therefore matches nothing.
+    lower case. After this step, the set of words of one text must contain the set of words of the
+    other text. An apostrophe in only one of the two texts means that they name different referents.
+    A referent that consists only of determiners therefore matches nothing.
     """
     if is_target:
         return int(example["label"])

@@ -83,7 +83,7 @@ def text_to_text(
 
 
 def language_modeling(dataset: tf.data.Dataset, *, feature: str = "text") -> tf.data.Dataset:
-    """Uses the texts as targets. There are no inputs."""
+    """Uses the texts of the rows as targets. The examples have no inputs."""
     return dataset.map(lambda row: {"targets": row[feature]})
 
 
@@ -185,8 +185,8 @@ def squad(dataset: tf.data.Dataset, *, context: bool = True) -> tf.data.Dataset:
 
     Args:
       dataset: rows of ``squad/v1.1``.
-      context: whether inputs contain the context. Otherwise they have the form
-        ``squad trivia question: …``.
+      context: whether inputs contain the context. Without the context, inputs have the form ``squad
+        trivia question: …``.
     """
 
     def convert(row: Row) -> Row:

@@ -163,7 +163,7 @@ def find_registered(name: str) -> RegisteredTask:
 def task_names() -> list[str]:
     """Returns the names in SeqIO's registry of tasks.
 
-    There are none if no imported code uses SeqIO. This function does not import it.
+    The result is empty if no imported code uses SeqIO. The function itself does not import SeqIO.
     """
     return sorted(seqio.TaskRegistry.names()) if "seqio" in sys.modules else []
 
@@ -171,7 +171,7 @@ def task_names() -> list[str]:
 def mixture_names() -> list[str]:
     """Returns the names in SeqIO's registry of mixtures.
 
-    There are none if no imported code uses SeqIO. This function does not import it.
+    The result is empty if no imported code uses SeqIO. The function itself does not import SeqIO.
     """
     return sorted(seqio.MixtureRegistry.names()) if "seqio" in sys.modules else []
 

@@ -78,16 +78,16 @@ STANDS_FOR = {
 }
 """Maps each task that is only evaluated to the trained task that it evaluates, and to a share.
 
-The share is the evaluated task's share of the trained task's rate. These rates weight the losses of
-the tasks.
+The share is the evaluated task's share of the trained task's rate. The rates of trained tasks
+weight the losses of the tasks.
 """
 
 
 def names_of_split(task: str, split: str) -> set[str]:
     """Returns the names by which a user may refer to a split.
 
-    The names are those of the split's task, of the task that the split evaluates, and of the
-    trained task.
+    The result contains the names of the split's task, of the task that the split evaluates, and of
+    the trained task.
     """
     measured = measured_task(task, split)
     return {task, measured, STANDS_FOR.get(measured, (measured, 1.0))[0]}

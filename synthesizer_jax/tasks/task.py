@@ -85,8 +85,8 @@ class Answers(NamedTuple):
 class Task:
     """A task on a TFDS data set.
 
-    A task has the same functions as a SeqIO task. It also has features that SeqIO tasks lack, such
-    as label words. Creating a task does not read its data. The package `preparation` reads the
+    A task has the same functions as a SeqIO task. A task also has features that SeqIO tasks lack,
+    such as label words. Creating a task does not read its data. The package `preparation` reads the
     data. Tasks of SeqIO's registry belong to the subclass `seqio_tasks.RegisteredTask`.
 
     Attributes:

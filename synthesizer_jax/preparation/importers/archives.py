@@ -1,9 +1,9 @@
 """Reads the archives of GLUE and SuperGLUE.
 
-This module knows which files hold a split, how they are read, and how many rows they have. Rows may
-have more fields than the data set has features. The numbers of rows are the same as in TFDS, which
-drops some rows. The readers here may raise any exception. `reading.Cursor` adds the location in the
-file to the exception.
+The module defines the files of each split, how these files are read, and how many rows they have.
+Rows may have more fields than the data set has features. The numbers of rows are the same as in
+TFDS, which drops some rows. The readers here may raise any exception. `reading.Cursor` adds the
+location in the file to the exception.
 """
 
 from __future__ import annotations
