@@ -17,26 +17,26 @@ from benchmarks.ledger.tables import RESULTS, Run, Table
 
 INTRODUCTION = """# Results
 
-This page is for readers of the five papers that [coverage.md](coverage.md) lists. It says whether
-the papers' comparisons come out the same way here. All models were trained on small tasks, on two
-CPU cores or on a GPU. The results can therefore say in which order systems come out, but not what
-a paper's numbers would be.
+This page is for readers of the five papers that [coverage.md](coverage.md) lists. It repeats the
+papers' comparisons of systems at a small scale and says whether the results agree with the papers.
+All models were trained on small tasks, on two CPU cores or on a GPU. The results can therefore show
+which system is better, but they cannot reproduce the numbers of a paper.
 
-Papers report differences for {total} of the comparisons that were run with three seeds or more.
-{agrees} of them agree with the paper, {contradicts} contradict it, and {undecided} are undecided.
+{total} comparisons were run with at least three seeds and have a published difference. {agrees}
+comparisons agree with the paper, {contradicts} contradict it, and {undecided} are undecided.
 
 ![How far the papers' systems are from the Transformer, here and in the papers](results.svg)
 
 ## How to read the tables
 
-The systems of a table differ only in their attention. [glossary.md](glossary.md#abbreviations)
-explains more abbreviations.
+The systems in a table differ only in their attention. [glossary.md](glossary.md#abbreviations)
+explains other abbreviations.
 
 | system | attention |
 | --- | --- |
 | V | the dot product, as in a *vanilla* Transformer |
 | R | Random: a learned table of logits, which does not depend on the tokens |
-| Fix | Fixed Random: the same table without training |
+| Fix | Fixed Random: a table of logits like that of Random, which is not trained |
 | D | Dense: each token computes its own row of logits |
 | FR, FD | Factorized Random and Factorized Dense |
 | R+V, D+V, R+D, FR+V | mixtures of two kinds in one softmax |
@@ -49,38 +49,39 @@ explains more abbreviations.
 | Linformer | the dot product, with keys and values projected to a quarter of the positions |
 
 - The first number of a row is the mean over all seeds ± its standard error.
-- *Difference from V* is the mean difference ± its standard error. Only runs with the same seed are
-  compared. If some seeds are missing, a number in brackets says how many pairs of runs there are.
-  One run of a pair may have been made on a CPU and the other one on a GPU.
+- *Difference from V* is the mean difference ± its standard error. Each run is compared with the run
+  of V that has the same seed. If some seeds are missing, the number of pairs of runs is in brackets.
+  The two runs of a pair may have been made on different devices, a CPU and a GPU.
 - *In the paper* is the difference that the paper reports.
-- *Verdict* compares the signs of the two differences. The number in brackets is the probability
-  that the true difference has the paper's sign, by Student's t-distribution over at least three
-  pairs. The verdict is *agrees* above 0.95, *contradicts* below 0.05, and *undecided* between
-  them. If two systems are equally good, one comparison in ten still gets one of the first two.
-- A single seed says little, because training the same model twice on a GPU gives different
-  numbers.
-- *2 + 2 layers* are two layers in the encoder and two in the decoder.
-- A value that is *quoted from memory* was not looked up in the paper.
+- *Verdict* compares the sign of our difference with the sign of the paper's difference. The number
+  in brackets is the probability that the true difference has the paper's sign, by Student's
+  t-distribution over at least three pairs. The verdict is *agrees* if the probability is above
+  0.95, *contradicts* if it is below 0.05, and *undecided* otherwise. If two systems are equally
+  good, the verdict is still *agrees* or *contradicts* in one comparison of ten.
+- The result of a single seed is not reliable, because training the same model twice on a GPU gives
+  different numbers.
+- *2 + 2 layers* means that the model has two layers in the encoder and two layers in the decoder.
+- *Quoted from memory* means that a value was not looked up in the paper.
 """
 
 ENDING = """## Other recipes
 
-These runs show that the recipes work. Nothing follows from them about a paper's order. The values
-in brackets are the paper's.
+The runs in this section show that the recipes work. They do not show which system is better. The
+values in brackets are the values in the papers.
 
 {others}
 
 ## How the measurements were made
 
-This command makes the runs of a table:
+The following command makes the runs of a table:
 
 ```bash
 python -m benchmarks.ledger run TABLE --data-dir DATA --workdir runs/ledger
 ```
 
-With `speed` instead of `run`, the command measures steps per second, while the systems of the table
-take turns. With `write`, it writes this page. `results.toml` defines the tables. `results.json` has
-the metrics, the curve, the machine and the versions of every run.
+With `speed` instead of `run`, the command measures steps per second. The systems of a table are
+timed in turns. With `write`, the command writes this page. `results.toml` defines the tables.
+`results.json` contains the metrics, the curve, the machine and the versions of every run.
 
 {machines}
 """
