@@ -1,4 +1,4 @@
-"""Alignments, which compute the attention logits and so decide which token attends to which."""
+"""Alignments, which compute the attention logits from tokens and positions."""
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.alignments.dense import Dense, FactorizedDense

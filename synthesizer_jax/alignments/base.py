@@ -24,11 +24,12 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext:
-    """Holds the facts about an attention layer that its alignment needs.
+    """Describes an attention layer to its alignment: the heads and the positions of its tokens.
 
     Attributes:
       num_heads: number of heads.
-      head_dim: width of one head. By default, alignments project tokens to this width.
+      head_dim: width of one head. By default, alignments project tokens to `head_dim` features per
+        head.
       query_span: in-sequence positions of the queries.
       key_span: in-sequence positions of all keys, including cached keys.
       keys_start: position of the first token that is passed as a key. In self-attention, the first
@@ -84,16 +85,15 @@ class AttentionContext:
 class Alignment(nn.Module):
     """Maps tokens and positions to the terms of the attention logits.
 
-    An alignment decides which token attends to which. It sees neither masks nor values. An
-    alignment never returns an array of shape ``[batch, heads, query, key]``, so that the routes of
-    `attend` can compute the logits tile by tile.
+    An alignment decides which token attends to which. An alignment does not see masks or values. It
+    never returns an array of shape ``[batch, heads, query, key]``, so that the routes of `attend`
+    can compute the logits tile by tile.
 
     Attributes:
       makes_logits: whether the terms are logits. False means that the terms are attention weights,
         to which no position bias can be added.
-      linear_in: names of parameters or submodules in which the logits are linear. If the first of
-        these parameters that exists is multiplied by a factor, all logits are multiplied by that
-        factor.
+      linear_in: names of parameters or submodules in which the logits are linear. To multiply all
+        logits by a factor, multiply the first parameter or submodule in `linear_in` that exists.
     """
 
     makes_logits: ClassVar[bool] = True
@@ -102,9 +102,9 @@ class Alignment(nn.Module):
     def scale_logits(self, params: PyTree, factor: float) -> PyTree:
         """Returns a copy of the parameters that multiplies all logits by a factor.
 
-        A mixture uses this method so that, at the start of training, it computes the same logits as
-        one of its parts. If the factor is 0, the logits are zero, but some parameters still have
-        nonzero gradients, so the alignment can be learned.
+        A mixture calls `scale_logits` to compute the same logits as one of its parts at the start
+        of training. If the factor is 0, the logits are zero, but some parameters still have nonzero
+        gradients, so the alignment can be learned.
 
         Args:
           params: the alignment's parameters.
@@ -127,7 +127,7 @@ class Alignment(nn.Module):
         Args:
           queries: ``[batch, q, d_model]`` tokens, or ``[batch, q, heads, width]`` if the tokens are
             already projected. In the released Mesh-TensorFlow code, several parts of a mixture
-            share a projection in this way.
+            share a projection of the queries.
           keys: the tokens to attend to, as ``[batch, k, d_model]`` or ``[batch, k, heads, width]``.
             In self-attention, the keys are the same tokens as the queries. In a decoding step, the
             keys are only the new tokens.
@@ -151,9 +151,9 @@ def dense_product(
     """Multiplies `x` by a kernel as a single matrix product.
 
     Flax's dense layers call this function instead of `lax.dot_general`. The contracted axes are
-    flattened into one axis, and the features are flattened into another axis. Otherwise, XLA's CPU
-    backend would transpose a copy of `x` first. After flattening, the kernel's gradient is a single
-    matrix product too.
+    flattened into one axis, and the features are flattened into another axis. Without flattening,
+    XLA's CPU backend would transpose a copy of `x` first. With flattening, the kernel's gradient is
+    a single matrix product too.
 
     Args:
       x: ``[..., *contracted]``. The last axes of `x` are contracted.
@@ -162,8 +162,8 @@ def dense_product(
       precision: see `lax.dot_general`.
       preferred_element_type: see `lax.dot_general`.
       out_sharding: the sharding of the result if mesh axes are explicit. None means that the
-        leading axes of the result are sharded like those of `x`, and the features like those of the
-        kernel.
+        leading axes of the result are sharded like the leading axes of `x`, and the features like
+        the kernel's features.
 
     Returns:
       ``[..., *features]``.
@@ -210,7 +210,7 @@ def dense_layer(
     contracted: int = 1,
     **module: Any,
 ) -> nn.DenseGeneral:
-    """Returns a dense layer over the last dimensions of its input.
+    """Returns a dense layer that contracts the last dimensions of its input.
 
     Args:
       features: sizes of the output's last dimensions.
@@ -252,7 +252,8 @@ def project(
       x: the tokens. The dtype of `x` is the dtype of the computation.
       heads: number of heads.
       width: width of one head.
-      name: name of the submodule. Its kernel has the shape ``[d_model, heads, width]``.
+      name: name of the submodule. The kernel of the submodule has the shape
+        ``[d_model, heads, width]``.
       axes: logical axis names of the heads and of the width.
       kernel_init: initializer of the kernel. The default, None, is a normal distribution with
         variance 1 / d_model.

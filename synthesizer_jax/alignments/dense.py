@@ -26,7 +26,7 @@ from synthesizer_jax.primitives.parameters import with_axes
 class Dense(Alignment):
     """An alignment in which every token computes its own logits, ``B_i = W₂ relu(W₁ x_i)``.
 
-    This is the Dense Synthesizer of Tay et al. 2021, section 3.1, without biases. The rows of W₂
+    `Dense` is the Dense Synthesizer of Tay et al. 2021, section 3.1, without biases. The rows of W₂
     act as keys that are the same for every example, so the logits are computed as a dot product
     with static keys.
 
@@ -34,7 +34,7 @@ class Dense(Alignment):
       max_length: number of key positions for which W₂ has a row.
       hidden_dim: width of the hidden layer of one head. None means `AttentionContext.head_dim`.
       share_heads: whether all heads share one W₂, as in the released Mesh-TensorFlow code. In the
-        paper's text, every head has its own W₂.
+        paper's text, every head has a separate W₂.
       hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
       table_init: initializer of W₂ ``[heads, max_length, hidden]``. None means a normal
         distribution with variance 1 / hidden.
@@ -52,7 +52,7 @@ class Dense(Alignment):
         check_length(self, self.max_length, context.query_span, context.key_span)
         width = self.hidden_dim or context.head_dim
         hidden = _hidden(queries, width, self.hidden_init, context)  # [b, q, h, e]
-        # The width differs from the field's if the queries are already projected.
+        # If the queries are already projected, their width can differ from `hidden_dim`.
         width = hidden.shape[-1]
         init = self.table_init or Normal(width**-0.5)
         table = self.param(
@@ -71,11 +71,11 @@ class Dense(Alignment):
 class FactorizedDense(Alignment):
     """An alignment in which every token computes two short vectors and combines them to logits.
 
-    This is the Factorized Dense Synthesizer of Tay et al. 2021, section 3.3. Token i computes the
-    vectors ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)``. If B_i has b elements, the
-    logit of key ``p·b + r`` is ``C_i[p·b + r] = A_i[p] · B_i[r]``. The paper tiles both vectors to
-    the full length. This implementation instead repeats each element of A and tiles B as a whole,
-    so that every pair (p, r) occurs exactly once.
+    `FactorizedDense` is the Factorized Dense Synthesizer of Tay et al. 2021, section 3.3. Token i
+    computes the vectors ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)``. If B_i has b
+    elements, the logit of key ``p·b + r`` is ``C_i[p·b + r] = A_i[p] · B_i[r]``. The paper tiles
+    both vectors to the full length. `FactorizedDense` instead repeats each element of A and tiles B
+    as a whole, so that every pair (p, r) occurs exactly once.
 
     Attributes:
       max_length: number of key positions. The number is split into the two factors that are nearest
@@ -110,7 +110,7 @@ class FactorizedDense(Alignment):
 def balanced_factors(length: int) -> tuple[int, int]:
     """Returns the two factors of `length` that are nearest to each other, in ascending order.
 
-    For example, the result for 512 is (16, 32).
+    For example, `balanced_factors(512)` is (16, 32).
     """
     first = next(a for a in range(math.isqrt(length), 0, -1) if length % a == 0)
     return first, length // first

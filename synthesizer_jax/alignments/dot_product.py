@@ -30,15 +30,15 @@ class DotProduct(Alignment):
         1 and puts the factor 1/√head_dim into the initializer of the query kernel.
       use_bias: whether the query and key projections have a bias, as in BERT.
       normalize_qk: whether the queries and keys of every head are divided by their root mean square
-        and multiplied by a learned factor for each feature, as in Qwen 3 and Gemma 3. (Dehghani et
-        al. 2023 use LayerNorm.)
+        and multiplied by a learned factor for each feature, as in Qwen 3 and Gemma 3. Dehghani et
+        al. 2023 use LayerNorm instead.
       rotary_base: base of rotary positions (Su et al. 2021, RoFormer). The paper uses 10,000.
         Features i and ``i + head_dim / 2`` form a pair, as in Llama, and each pair is rotated by
         ``position · base^(-2 i / head_dim)`` radians. None means no rotation.
-      rotary_share: the share of every head's features that is rotated, as in GPT-NeoX. The first
-        features are rotated.
-      rotary_scaling: how the rotation changes for texts that are longer than those in training: a
-        `LinearScaling`, a `YaRN`, or None for no change.
+      rotary_share: the share of every head's features that is rotated, as in GPT-NeoX. The rotated
+        features come first.
+      rotary_scaling: a `LinearScaling` or a `YaRN`, which changes the rotation for texts that are
+        longer than the training texts. None means no change.
       query_init: initializer of the query kernel ``[d_model, heads · head_dim]``.
       key_init: initializer of the key kernel ``[d_model, kv_heads · head_dim]``.
     """
@@ -82,7 +82,7 @@ class DotProduct(Alignment):
             keys = RMSNorm(name="key_norm")(keys)
         if self.rotary_base is not None:
             # The starts are the positions of the first query and the first key. If rows are packed,
-            # they are the positions of all queries and keys.
+            # `packed_positions` contains the positions of all queries and keys instead.
             starts = (context.query_span.start, context.keys_start)
             query_positions, key_positions = context.packed_positions or starts
             turn = functools.partial(
@@ -109,13 +109,14 @@ class Bilinear(Alignment):
 
     An `Attention` with this alignment and ``project_values=False`` is general bilinear multi-head
     attention (Shazeer et al. 2020, section 3.3). General bilinear attention is multi-head attention
-    whose heads are as wide as d_model. With this width, the key projection can be multiplied into
-    the query projection, and the value projection into the output projection.
+    whose heads are as wide as d_model. Because the heads are so wide, the key projection can be
+    multiplied into the query projection, and the value projection can be multiplied into the output
+    projection.
 
     Attributes:
       query_init: initializer of the query kernel ``[d_model, heads · d_model]``. None means a
-        normal distribution with standard deviation 1 / d_model. If the features of tokens have unit
-        variance, the logits then have a variance of about one.
+        normal distribution with standard deviation 1 / d_model. With this initializer, the logits
+        have a variance of about one if the features of tokens have unit variance.
     """
 
     query_init: Initializer | None = None

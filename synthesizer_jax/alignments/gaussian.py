@@ -38,12 +38,13 @@ class Gaussian(Alignment):
 
     Attributes:
       offsets: centers relative to the query, which the heads use in turn. You et al. 2020 use
-        ``(-1, 1)`` in encoders and in cross-attention, and ``(-1, 0)`` in decoders.
+        ``(-1, 1)`` in encoders and in cross-attention, and ``(-1, 0)`` in the self-attention of
+        decoders.
       sigma: standard deviation in tokens. If `sigma` is 0, a head attends only to the token at the
         rounded center.
       normalize: whether to divide the weights by their sum over the visible keys. The result is the
         softmax of the log-density.
-      threshold: weights below this density are set to zero. None means that all weights are kept.
+      threshold: weights below `threshold` are set to zero. None means that all weights are kept.
       ratio: number of keys per query, for cross-attention. You et al. 2020 use the ratio of the
         numbers of words in the source and in the target.
     """
@@ -110,8 +111,8 @@ class GaussianBias(Alignment):
     """An alignment for mixtures whose logits are a log-density, ``−½ ((j − i − offset) / σ)²``.
 
     Inside a `Mixture`, this alignment makes a product of experts, such as a dot product that
-    prefers nearby tokens. Outside a mixture, it computes the same weights as a `Gaussian` with
-    ``normalize=True``, except that its window has no limit.
+    prefers nearby tokens. Outside a mixture, a `GaussianBias` computes the same weights as a
+    `Gaussian` with ``normalize=True``, except that its window has no limit.
 
     Attributes:
       offsets: centers relative to the query, which the heads use in turn.
@@ -155,9 +156,9 @@ class GaussianBias(Alignment):
 
 
 def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
-    """Returns one offset for every head, ``[heads]``.
+    """Returns the offset of every head, ``[heads]``.
 
-    The given offsets are repeated until every head has one, as in the released code.
+    The given offsets are repeated to get an offset for every head, as in the released code.
 
     Raises:
       ValueError: the number of offsets does not divide the number of heads.

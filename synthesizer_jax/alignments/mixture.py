@@ -1,4 +1,4 @@
-"""Alignments that combine other alignments, either in one softmax or in different heads."""
+"""Alignments that combine several alignments, either in one softmax or in different heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Weights: TypeAlias = Annotated[str, Choices(("softmax", "sigmoid", "sum"))]
 
 
 class Parts(Alignment):
-    """The base class of alignments that consist of other alignments.
+    """The base class of alignments that combine several other alignments.
 
     The parameters of the combined alignments are in the submodules ``part_0``, ``part_1``, and so
     on.
@@ -132,7 +132,7 @@ class Mixture(Parts):
     def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
         """Returns parameters with which the mixture makes the same logits as one of its parts.
 
-        With these parameters, training can start from a model that has only the part instead of the
+        A training run can therefore start from a model that has only the part instead of the
         mixture. The logits of the other parts are zero at first, but the other parts have gradients
         and can be learned.
 
@@ -160,13 +160,13 @@ class Mixture(Parts):
 class PerHead(Parts):
     """An alignment that assigns some of the heads to each part, in the order of the parts.
 
-    A `Mixture` adds the logits of its parts. `PerHead` keeps them separate, so its parts may also
-    be alignments that make weights. For example, some heads can be `Gaussian` while other heads are
-    learned (You et al. 2020, released code).
+    A `Mixture` adds the logits of its parts. A `PerHead` does not add the logits of its parts, so
+    the parts may also be alignments that make attention weights. For example, some heads can be
+    `Gaussian` while other heads are learned (You et al. 2020, released code).
 
     Attributes:
       parts: the alignments to combine.
-      heads: number of heads of each part. None means that all parts have the same number.
+      heads: number of heads of each part. None means that all parts have the same number of heads.
     """
 
     heads: tuple[Length, ...] | None = None

@@ -22,8 +22,8 @@ from synthesizer_jax.primitives.parameters import with_axes
 class Random(Alignment):
     """An alignment whose logits are a table of parameters, ``S = R[:q, :k]``, for every example.
 
-    This is the Random Synthesizer of Tay et al. 2021, section 3.2. Inputs that are shorter than the
-    table use its top-left corner.
+    `Random` is the Random Synthesizer of Tay et al. 2021, section 3.2. Inputs with fewer than
+    `max_length` tokens use the top-left corner of the table.
 
     With `trainable=False`, the layer is the Fixed Random Synthesizer, whose table keeps its initial
     values. A fixed table is in the collection ``constants``, which has no gradients and no
@@ -64,7 +64,8 @@ class Random(Alignment):
 class FactorizedRandom(Alignment):
     """An alignment whose logits are a product of two tables of parameters, ``S = R₁ R₂ᵀ``.
 
-    This is the Factorized Random Synthesizer of Tay et al. 2021, section 3.3. The paper uses rank
+    `FactorizedRandom` is the Factorized Random Synthesizer of Tay et al. 2021, section 3.3. The
+    paper uses rank
     8. The released Mesh-TensorFlow code differs from the paper and gives every query the same
     logits. This package implements only the form in the paper.
 

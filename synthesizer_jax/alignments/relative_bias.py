@@ -21,10 +21,10 @@ from synthesizer_jax.primitives.parameters import with_axes
 class RelativeBias(Alignment):
     """A position bias that learns a number for each head and each bucket of ``key − query``.
 
-    This is T5's relative position bias (Raffel et al. 2020, section 2.1). Half of the buckets hold
-    one distance each. The bounds of the remaining buckets grow logarithmically up to
-    `max_distance`. T5 has one table of these numbers per stack. To share a table in a stack as in
-    T5, pass a `RelativeBias` to the stack as `bias`. To give every layer its own table, add a
+    `RelativeBias` is T5's relative position bias (Raffel et al. 2020, section 2.1). Half of the
+    buckets hold a single distance each. The bounds of the remaining buckets grow logarithmically up
+    to `max_distance`. T5 has one table of learned numbers per stack. To share a table in a stack as
+    in T5, pass a `RelativeBias` to the stack as `bias`. To give every layer its own table, add a
     `RelativeBias` to the layer's `Mixture`.
 
     Attributes:
@@ -64,13 +64,14 @@ class RelativeBias(Alignment):
 class ALiBi(Alignment):
     """A position bias with a fixed penalty that grows with the distance, ``-m_h · |key − query|``.
 
-    ALiBi is described by Press et al. 2022, *Train Short, Test Long*, section 3. Add it to a dot
-    product with ``Mixture((DotProduct(), ALiBi()), weights="sum")``.
+    ALiBi is described by Press et al. 2022, *Train Short, Test Long*, section 3. To add ALiBi to a
+    dot product, use ``Mixture((DotProduct(), ALiBi()), weights="sum")``.
 
     If the number of heads is a power of two, the slopes of heads 1, 2, … are
-    ``m_h = 2^(-8 h / heads)``. Otherwise, let n be the largest power of two below the number of
-    heads. The first n heads have the slopes of a model with n heads. The remaining heads have every
-    second slope of a model with 2 n heads, as in the released code.
+    ``m_h = 2^(-8 h / heads)``. If the number of heads is not a power of two, let n be the largest
+    power of two below the number of heads. The first n heads have the slopes of a model with n
+    heads. The remaining heads have every second slope of a model with 2 n heads, as in the released
+    code.
     """
 
     @nn.compact

@@ -49,18 +49,19 @@ class YaRN:
 
     YaRN is described by Peng et al. 2023, sections 3.2 and 3.4. Pairs that turn at least `fast`
     times in `original_length` positions keep their speed. Pairs that turn at most `slow` times are
-    slowed down by `factor`. All other pairs are slowed down partially.
+    slowed down by `factor`. Pairs that turn between `slow` and `fast` times are slowed down
+    partially.
 
-    In the paper, the slowdown of these other pairs is linear in the number of turns. In this
-    implementation, as in the authors' code and in transformers, the slowdown is linear in the index
-    of the pair. The linear ramp starts at the last index before the pair that turns `fast` times.
-    The ramp ends at the first index after the pair that turns `slow` times.
+    In the paper, the slowdown between `slow` and `fast` is linear in the number of turns. In
+    `YaRN`, as in the authors' code and in transformers, the slowdown is linear in the index of the
+    pair. The linear ramp starts at the last index before the pair that turns `fast` times. The ramp
+    ends at the first index after the pair that turns `slow` times.
 
     Attributes:
       factor: the scale s of the paper, which is the length to reach divided by `original_length`.
       original_length: the length of the longest text in the original training.
-      fast: β of the paper.
-      slow: α of the paper.
+      fast: the number of turns that the paper calls β.
+      slow: the number of turns that the paper calls α.
       attention_factor: the factor of rotated queries and keys, which the paper calls 1/√t. None
         means ``0.1 ln(s) + 1``, where s is `factor`.
     """
@@ -82,7 +83,7 @@ class YaRN:
           base: the base of the rotary positions.
         """
         width = 2 * len(speed)
-        # A pair that rotates by one radian per position makes this number of turns.
+        # `turns` is the number of turns of a pair that rotates by one radian per position.
         turns = self.original_length / (2 * math.pi)
 
         def index_of(count: float) -> float:
@@ -96,7 +97,7 @@ class YaRN:
         high = min(math.ceil(index_of(self.slow)), width - 1)
 
         # Pairs up to index `low` keep their speed, pairs from `high` on are slowed down fully, and
-        # the pairs between are slowed down partially.
+        # all other pairs are slowed down partially.
         distance = high - low if high != low else 0.001
         ramp = (jnp.arange(width // 2, dtype=speed.dtype) - low) / distance
         share = jnp.clip(ramp, 0, 1)

@@ -53,8 +53,8 @@ def storage_path(address: str) -> pathlib.Path:
             f"Reading {address} needs libraries that are not installed. Install them with pip "
             "install 'synthesizer_jax[gcs]'."
         )
-    # By default, TensorFlow caches the metadata of files for some seconds. During these seconds,
-    # TensorFlow would not see the changes that other processes make.
+    # By default, TensorFlow caches the metadata of files for some seconds. A cached entry would
+    # hide the changes that other processes make.
     os.environ.setdefault("GCS_STAT_CACHE_MAX_AGE", "0")
     from etils import epath
 
@@ -73,7 +73,7 @@ def is_installed(library: str) -> bool:
 def in_bucket(path: pathlib.Path) -> bool:
     """Returns whether a path is in a bucket.
 
-    Files in buckets are written atomically, and they cannot be renamed.
+    Files in buckets are always written atomically, and they cannot be renamed.
     """
     return str(path).startswith(BUCKET)
 
@@ -81,7 +81,7 @@ def in_bucket(path: pathlib.Path) -> bool:
 def join(directory: pathlib.Path, path: str) -> pathlib.Path:
     """Joins a directory and a path.
 
-    If the path is absolute or in a bucket, it is returned unchanged.
+    A path that is absolute or in a bucket is returned unchanged.
     """
     resolved = storage_path(path)
     return resolved if in_bucket(resolved) or resolved.is_absolute() else directory / resolved
@@ -107,9 +107,9 @@ def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") ->
     Errors about missing files and missing permissions are raised unchanged.
 
     Args:
-      path: the path of the file. The error message contains it.
-      remedy: a sentence that says what the user can do. It becomes the last sentence of the error
-        message.
+      path: the path of the file, for the error message.
+      remedy: a sentence that says what the user can do. The sentence is added at the end of the
+        error message.
 
     Raises:
       ValueError: if the contents of the file cannot be read.
@@ -129,9 +129,9 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
     """Yields the lines of UTF-8 text without line ends and byte-order marks.
 
     Lines end with LF or CRLF. Other characters that could end a line, such as CR and U+2028, are
-    read as text. Otherwise, line n of one file would not always correspond to line n of a parallel
-    file. If several files with byte-order marks were joined, a byte-order mark can also be at the
-    beginning of a later line.
+    read as text. Otherwise, the lines of two parallel files might not correspond to each other. If
+    several files with byte-order marks were joined, a byte-order mark can also be at the beginning
+    of a later line.
 
     Args:
       file: the file, which is closed after its last line.
@@ -162,8 +162,7 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
     """Returns a sentence that says how to repair a file with bytes that are not UTF-8.
 
     If earlier lines contain non-ASCII characters in UTF-8, the file is damaged, and a conversion
-    from Latin-1 would spoil the earlier lines. In this case, the sentence does not suggest a
-    conversion.
+    from Latin-1 would spoil the earlier lines. The returned sentence then suggests another repair.
 
     Args:
       path: the path of the file. `None` means standard input.
@@ -190,7 +189,7 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
     If `path` is in a bucket, the contents are held in memory until the context ends.
 
     Args:
-      path: the destination. Its directory is created if necessary.
+      path: the destination. The parent directory of `path` is created if necessary.
     """
     if in_bucket(path):
         buffer = io.BytesIO()
@@ -254,7 +253,7 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
     """Makes a directory on a disk, and removes the directory when the context ends.
 
-    The directory may be renamed before the context ends.
+    The caller may rename the directory before the context ends.
 
     Directories with the same prefix that were left behind by killed processes are removed first.
 
@@ -273,7 +272,7 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
             os.close(lock)
 
     # The directory is locked before it gets its final name. When other processes can find the
-    # directory, it is already locked, and they do not remove it.
+    # directory, it is already locked, so other processes do not remove it.
     name = secrets.token_hex(4)
     directory = parent / f"{prefix}-{name}"
     hidden = parent / f".{name}"
@@ -338,7 +337,7 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
 
 @contextlib.contextmanager
 def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
-    """Context manager that raises errors of a full or broken disk as one clear `OSError`.
+    """Context manager that replaces errors of a full or broken disk by a clear `OSError`.
 
     Python's own error contains the path of a temporary file or no path. The errors of libraries
     contain parts of the written data. The new error contains `path` and `outcome`.
@@ -362,7 +361,8 @@ def _write_error(error: Exception) -> int | None:
     """Returns the operating system's error number, or `None` if writing was not the cause.
 
     The exceptions of some libraries (TensorStore, safetensors, ArrayRecord and TensorFlow) contain
-    only the text of the operating system's error and not its number, so the text is searched.
+    only the text of the operating system's error and not the error number. For such exceptions, the
+    function searches the text.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _WRITE_ERRORS else None

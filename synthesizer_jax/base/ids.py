@@ -17,7 +17,7 @@ class SpecialIds:
       padding: the id that fills a row after the end of its text.
       end: the id of the end of a text (EOS).
       start: the id of the decoder's first input.
-      also_end: other ids that end decoding, such as the id of the end of a turn.
+      also_end: further ids that end decoding, such as the id of the end of a turn.
     """
 
     padding: Number = 0

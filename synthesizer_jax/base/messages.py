@@ -16,15 +16,15 @@ that were completed since the previous call.
 
 
 def silent_phase(_: str, __: int) -> Callable[[int], None]:
-    """A `Phase` that reports nothing."""
+    """Implements `Phase` without reporting anything."""
     return lambda _: None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``, did you mean 'x'?`` for the most similar known word.
 
-    If no known word is similar, the result is an empty string. To end a sentence correctly in both
-    cases, write ``did_you_mean(word, known) or "."``.
+    If no known word is similar, the result is an empty string. The expression
+    ``did_you_mean(word, known) or "."`` ends a sentence in either case.
     """
     matches = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=0.5)
     return f", did you mean {matches[0]!r}?" if matches else ""

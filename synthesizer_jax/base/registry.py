@@ -4,7 +4,7 @@ A configuration is an unbound Flax module or a frozen dataclass. Classes that ma
 experiment are decorated with `@register`. `to_json` writes an object of a registered class as
 ``{"type": name, field: value, ...}``. `from_json` makes an equal object from the JSON data, after
 checking that the values have the types of the fields' annotations. `from_json` makes objects only
-of registered classes. It never imports a module that is named in a file.
+of registered classes. `from_json` never imports a module that is named in a file.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ REGISTRY: dict[str, type] = {}
 EXTRA_MESH_AXES: dict[str, tuple[str, ...]] = {}
 """The mesh axes that `sharding.register_mesh_axis` has added, and the logical axes of each.
 
-An array's dimension with one of the logical axes is sharded over the mesh axis.
+If a dimension of an array has a logical axis of a mesh axis, the dimension is sharded over the mesh
+axis.
 """
 
 
 def register(cls: Class) -> Class:
-    """Registers a module or frozen dataclass under its class name. Use it as a decorator.
+    """Decorator that registers a module or frozen dataclass under its class name.
 
     Raises:
       ValueError: if a class of another module is already registered under the same name.
@@ -141,7 +142,7 @@ def from_json(data: JSON, path: str = "") -> Any:
 
     Raises:
       ValueError: if a type name or field is unknown, or a value does not have the type of its
-        field. The message contains the position.
+        field. The error message contains the position of the value.
     """
     if isinstance(data, list):
         return tuple(from_json(v, child_path(path, i)) for i, v in enumerate(data))
@@ -195,8 +196,8 @@ def field_types(cls: Any, *, limits: bool = False) -> dict[str, Annotation]:
     try:
         return typing.get_type_hints(cls, include_extras=limits)
     except NameError:
-        # The function fails if an annotation contains a name that is imported only for type
-        # checkers.
+        # Type hints cannot be resolved if an annotation contains a name that is imported only for
+        # type checkers.
         return {}
 
 
@@ -249,8 +250,8 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     """Returns whether a value matches an annotation, including the annotation's `Limit`.
 
     A 32-bit integer, which JAX accepts as a number, matches `float`. NaN and infinities do not
-    match `float`. A value matches a protocol if it has the protocol's methods and they accept the
-    protocol's arguments. Every value matches an annotation that cannot be checked.
+    match `float`. A value matches a protocol if it has all methods of the protocol, and the methods
+    accept the protocol's arguments. Every value matches an annotation that cannot be checked.
     """
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)

@@ -88,7 +88,7 @@ class NotEmpty(Limit):
         return "not empty"
 
 
-# Counts and lengths must fit into 32-bit integers, because devices compute with these.
+# Counts and lengths must fit into 32-bit integers, because devices compute with 32-bit integers.
 _LARGEST = 2**31 - 1
 
 Count: TypeAlias = Annotated[int, Range(1, _LARGEST)]

@@ -19,8 +19,8 @@ def enable_compilation_cache() -> None:
     """Makes JAX cache compiled programs in ``$XDG_CACHE_HOME/synthesizer_jax/compiled``.
 
     The function does nothing if this directory is not writable, or if the environment variable
-    ``JAX_COMPILATION_CACHE_DIR`` names another directory. It configures JAX by environment
-    variables, so that commands that do not need JAX do not import it.
+    ``JAX_COMPILATION_CACHE_DIR`` names another directory. The function sets environment variables
+    of JAX, so that commands that do not need JAX do not import it.
     """
     if VARIABLE in os.environ:
         return
@@ -33,9 +33,9 @@ def enable_compilation_cache() -> None:
     if not os.access(directory, os.W_OK):
         return
 
-    # JAX writes each program to a file, and then the time of its last use to a second file. If a
-    # process was killed before it wrote the second file, JAX would warn about the program at every
-    # start. Programs without the second file are therefore removed.
+    # JAX writes each program to a file, and then the time of the program's last use to a second
+    # file. If a process was killed before it wrote the second file, JAX would warn about the
+    # program at every start. Programs without the second file are therefore removed.
     for program in directory.glob("*-cache"):
         time_of_use = program.with_name(f"{program.name.removesuffix('cache')}atime")
         if not time_of_use.exists():
@@ -43,6 +43,6 @@ def enable_compilation_cache() -> None:
 
     os.environ[VARIABLE] = str(directory)
     os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
-    # At its start, a command compiles dozens of small programs. Reading small programs from the
-    # cache is faster than compiling them.
+    # At its start, a command compiles dozens of small programs. Reading a small program from the
+    # cache is faster than compiling it again.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -51,8 +51,8 @@ class StopSignal:
     the processes compare which signals they have received. If there are several processes, a region
     always runs to its end.
 
-    A `StopSignal` must be used on the main thread. If a signal was ignored before, as under `nohup`
-    or in a background process of a shell, it stays ignored. In a notebook, an interactive
+    A `StopSignal` must be used on the main thread. A signal that was ignored before, as under
+    `nohup` or in a background process of a shell, stays ignored. In a notebook, an interactive
     interpreter or a container without an init process, a region runs to its end.
 
     Attributes:
@@ -102,7 +102,7 @@ class StopSignal:
     def _raise_if_received(self) -> None:
         """Raises `Preempted` if this is the only process and has received a signal.
 
-        Several processes stop together after a step instead.
+        If a run has several processes, the processes stop together after a step instead.
         """
         if self.received and processes.process_count() == 1:
             raise Preempted(self.received)

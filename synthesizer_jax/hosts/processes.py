@@ -1,4 +1,4 @@
-"""Groups of processes that run one program: starting them, barriers, and exchanging values."""
+"""Functions for groups of processes: starting a group, barriers, and exchanging values."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def join_group(timeout: float = 300.0) -> bool:
     """Joins this process to its group, and returns whether there is a group.
 
     Call this function before any other use of JAX. The environment variables `ADDRESS`, `PROCESSES`
-    and `PROCESS` can define the group. Otherwise, `jax.distributed.initialize` finds the group on
-    Cloud TPU, GKE, SLURM and Open MPI. The function does nothing if there is only one process,
-    under Pathways, or if JAX is already in use. The function does not initialize devices.
+    and `PROCESS` can define the group. If the environment variables are not set,
+    `jax.distributed.initialize` finds the group on Cloud TPU, GKE, SLURM and Open MPI. The function
+    does nothing if there is only one process, under Pathways, or if JAX is already in use. The
+    function does not initialize devices.
 
     Args:
       timeout: the number of seconds to wait for the other processes.
@@ -165,10 +166,10 @@ _barriers = itertools.count()
 def barrier(name: str) -> None:
     """Waits until every process has called this function.
 
-    All processes must call it in the same order.
+    All processes must call `barrier` in the same order.
 
     The barrier uses no devices. If devices waited for minutes, the runtime of a pod with several
-    slices would consider them to be hanging.
+    slices would assume that the devices hang.
     """
     if process_count() > 1:
         import orbax.checkpoint as ocp
@@ -180,7 +181,7 @@ def barrier(name: str) -> None:
 def all_gather(name: str, value: T) -> list[T]:
     """Returns the values of all processes, in the order of the processes.
 
-    The function waits until every process has called it.
+    The function waits until every process has called `all_gather`.
 
     Args:
       name: the name of the barrier.
@@ -202,7 +203,7 @@ def all_gather(name: str, value: T) -> list[T]:
 
 @contextlib.contextmanager
 def process_zero_first(name: str) -> Iterator[None]:
-    """Context manager that the other processes enter only after process 0 has left it."""
+    """Context manager that runs its block in process 0 first, and then in all other processes."""
     if not is_process_zero():
         barrier(name)
     try:

@@ -39,7 +39,7 @@ class _Beams(NamedTuple):
       ended_tokens: ``[b, n, m]`` the finished sequences.
       text: ``[b, n]`` the states of `Constraints.stops` for the unfinished sequences.
       cache: the model's cache. Caches of self-attention have b · n rows. Caches of cross-attention
-        have b rows if the steps do not change them, so that the beams of an example share a row.
+        that decoding steps do not change have b rows, because the beams of an example share a row.
     """
 
     at: jax.Array
@@ -52,7 +52,7 @@ class _Beams(NamedTuple):
 
 
 class _Continuations(NamedTuple):
-    """The best sequences that extend the unfinished sequences by one token, best first.
+    """The best extensions of the unfinished sequences by a single token, best first.
 
     Attributes:
       scores: ``[b, count]`` log-probabilities.
@@ -175,8 +175,8 @@ class _Search(NamedTuple):
         ended, ended_tokens = self._best_ended(state, found)
 
         if constraints.stops is not None:
-            # Any number of continuations can complete a stop string. A second search without these
-            # continuations finds n sequences that do not end.
+            # Any number of continuations can complete a stop string. A second search excludes
+            # tokens that complete a stop string, and finds n sequences that do not end.
             allowed = constraints.without_stops(allowed, state.text)
             found = self._continuations(state, allowed, scores)
         live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
@@ -232,14 +232,14 @@ def _best_of(
     """Returns the best sequences of a search that has ended.
 
     As in T5X, finished sequences come before sequences that were cut at the maximum length, even if
-    they are less probable. The score of a cut sequence is its log-probability divided by the length
-    penalty. In contrast, T5X returns the log-probability of a cut sequence.
+    the finished sequences are less probable. The score of a cut sequence is its log-probability
+    divided by the length penalty. In contrast, T5X returns the log-probability of a cut sequence.
     """
     n = state.live.shape[1]
     cut = state.live / length_penalty(constraints.longest, alpha)[:, None]
 
-    # The finished sequences come first, followed by the best sequences that were cut. Both groups
-    # are already sorted, so it is enough to count the finished sequences.
+    # The finished sequences come first, followed by the best sequences that were cut. The finished
+    # and the cut sequences are already sorted, so it is enough to count the finished sequences.
     num_ended = (state.ended > NEVER).sum(axis=1, keepdims=True)
     rank = jnp.arange(samples)[None]
     index = jnp.where(rank < num_ended, rank, n + rank - num_ended)

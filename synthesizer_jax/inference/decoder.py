@@ -19,16 +19,16 @@ from synthesizer_jax.primitives.parameters import Variables, apply_method
 class Sequences(NamedTuple):
     """Several decoded sequences for each input.
 
-    The sequences are the best ones of a beam search, best first, or independent samples.
+    The sequences are the best results of a beam search, best first, or independent samples.
 
     Attributes:
       tokens: ``[batch, samples, max_length]``, including EOS, with padding after EOS.
       scores: ``[batch, samples]`` the log-probabilities. In beam search, the scores are divided by
         the length penalty, and the sequences are sorted by their scores.
-      log_probabilities: ``[batch, samples]`` log-probabilities in nats, including that of EOS. The
-        log-probabilities come from the model's own distribution, before it is changed by the
-        temperature, `top_k`, `top_p`, `min_p` and the minimum length. A repetition penalty changes
-        the log-probabilities only in beam search.
+      log_probabilities: ``[batch, samples]`` log-probabilities in nats, including the
+        log-probability of EOS. The log-probabilities come from the model's own distribution, before
+        this distribution is changed by the temperature, `top_k`, `top_p`, `min_p` and the minimum
+        length. A repetition penalty changes the log-probabilities only in beam search.
     """
 
     tokens: jax.Array
@@ -143,7 +143,7 @@ class Constraints(NamedTuple):
 
 
 def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
-    """Returns a mask of the tokens that would complete a repeated n-gram, ``[rows, k]``.
+    """Returns a mask of the positions whose tokens complete a repeated n-gram, ``[rows, k]``.
 
     The mask is True at a position of `past` if the n - 1 tokens before the position are equal to
     the last n - 1 of the first `length` tokens.

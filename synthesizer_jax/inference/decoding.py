@@ -83,8 +83,8 @@ def decode_sequences(
     """Decodes a batch of inputs with any settings.
 
     The program is compiled once for all values of `alpha`, `temperature`, `top_p`, `min_p`,
-    `repetition_penalty`, `min_length`, `relative_length`, `extra_length` and `seed`. If one of
-    these settings is turned on or off, another program is compiled.
+    `repetition_penalty`, `min_length`, `relative_length`, `extra_length` and `seed`. Another
+    program is compiled if a setting is turned on or off.
 
     Args:
       variables: the model's variables, with scanned or looped layers.
@@ -92,10 +92,10 @@ def decode_sequences(
       model: an unbound model.
       decoding: the settings.
       examples: ``[batch]`` integers that identify the examples. The random samples of an example
-        depend on its integer, not on its position in the batch. None means that the positions in
-        the batch identify the examples.
-      continues: whether `encoder_tokens` are the beginning of the targets, without EOS. A
-        `LanguageModel` that was trained only on targets can continue texts in this way.
+        depend on the example's integer, not on the position in the batch. None means that the
+        positions in the batch identify the examples.
+      continues: whether `encoder_tokens` are the beginning of the targets, without EOS. Only a
+        `LanguageModel` that was trained only on targets can continue texts.
       stops: the result of `data.stop_strings.stop_table` for `Decoding.stop_strings`, or None if
         there are no stop strings.
 
@@ -165,7 +165,7 @@ def decode_sequences(
 
 
 def _as_float(setting: float | None) -> float | None:
-    """Returns a setting as a float, because an integer would compile another program."""
+    """Converts a setting to a float, because an integer would compile another program."""
     return None if setting is None else float(setting)
 
 
@@ -227,7 +227,7 @@ def run_decoding(
 def _prompt_of(model: TextToText, encoder_tokens: jax.Array) -> jax.Array:
     """Returns `Constraints.prompt`, the tokens whose repetition is limited, ``[batch, k]``.
 
-    For a `LanguageModel`, the prompt is the inputs. For other models, the prompt is only the
+    For a `LanguageModel`, the prompt is the inputs. For an `EncoderDecoder`, the prompt is only the
     decoder's first input.
     """
     if not isinstance(model, LanguageModel):
@@ -238,8 +238,8 @@ def _prompt_of(model: TextToText, encoder_tokens: jax.Array) -> jax.Array:
     prompt = jax.vmap(jnp.roll)(encoder_tokens, after)
     is_token = prompt != model.ids.padding
 
-    # EOS at the end of the input is replaced by the start token. Otherwise, EOS at the end of the
-    # output would count as a repetition. Padding is replaced by −1, because padding is not a token
-    # that could be repeated.
+    # EOS at the end of the input is replaced by the start token, so that EOS at the end of the
+    # output does not count as a repetition. Padding is replaced by −1, because padding is not a
+    # token that could be repeated.
     prompt = jnp.where(prompt == model.ids.end, model.ids.start, prompt)
     return jnp.where(is_token, prompt, -1)

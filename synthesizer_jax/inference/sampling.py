@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
 def keep_most_probable(
     logits: jax.Array, *, top_k: int | None = None, top_p: ArrayLike | None = None
 ) -> jax.Array:
-    """Returns logits with −∞ for all tokens except the most probable ones.
+    """Returns logits with −∞ for all tokens except the most probable tokens.
 
     If several tokens have equal logits, the tokens with the smallest ids are kept first.
 
@@ -52,8 +52,8 @@ def keep_most_probable(
     count = jnp.full(logits.shape[:-1], values.shape[-1])
     if top_p is not None:
         sums = jnp.cumsum(jax.nn.softmax(values, axis=-1), axis=-1)
-        # Because of rounding, a sum may reach 1 before the last token. If `top_p` is 1, no sum
-        # counts as reached.
+        # Because of rounding, the cumulative sum may reach 1 before the last token. If `top_p` is
+        # 1, all tokens are kept.
         reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
         count = 1 + jnp.sum(~reached, axis=-1)
 
@@ -181,7 +181,8 @@ def _draw(
     if top_k is not None or sampling.top_p is not None:
         logits = keep_most_probable(logits, top_k=top_k, top_p=sampling.top_p)
     if sampling.min_p is not None:
-        # The largest logit is 0, so a token's logit is the logarithm of its relative probability.
+        # The largest logit is 0, so the logit of a token is the logarithm of the token's
+        # probability relative to the largest probability.
         logits = jnp.where(logits < jnp.log(sampling.min_p), -jnp.inf, logits)
 
     # A random key depends only on the example, the sample and the position, not on the rest of the

@@ -83,7 +83,7 @@ def score_choices(
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
 
     def score(choice: jax.Array) -> jax.Array:
-        """Returns the log-probability of one choice for every example, ``[batch]``."""
+        """Returns the log-probability of a choice for every example, ``[batch]``."""
         rows = jnp.broadcast_to(choice, (encoder_tokens.shape[0], choice.shape[0]))
         return _log_probability(model, variables, targets=rows, memory=memory)
 

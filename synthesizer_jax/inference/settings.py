@@ -45,9 +45,9 @@ class Decoding:
         0 takes the most probable token.
       top_k: number of most probable tokens to draw from (Fan et al. 2018). None means all tokens.
       top_p: total probability of the tokens to draw from. Tokens are drawn from the smallest set of
-        most probable tokens with at least this total probability (nucleus sampling, Holtzman et al.
-        2020, section 3.1). None means all tokens. As in transformers, the temperature is applied
-        first, then `top_k`, then `top_p` to the remaining tokens, and then `min_p`.
+        most probable tokens whose total probability is at least `top_p` (nucleus sampling, Holtzman
+        et al. 2020, section 3.1). None means all tokens. As in transformers, the temperature is
+        applied first, then `top_k`, then `top_p` to the remaining tokens, and then `min_p`.
       min_p: smallest probability of the tokens to draw from, as a share of the largest probability
         (Nguyen et al. 2024, section 3). None means all tokens.
       repetition_penalty: a number that changes the logits of tokens that are already in the

@@ -56,8 +56,8 @@ class AttentionBase(Mixer):
       num_heads: number of heads.
       head_dim: width of one head. The product ``num_heads · head_dim`` does not have to be d_model.
       alignment: decides which token attends to which.
-      dropout_rate: probability of dropping an attention weight. As in T5, one random draw for each
-        example, head and key is shared by all queries. Dropout is active if the random stream
+      dropout_rate: probability of dropping an attention weight. As in T5, all queries of an example
+        and head share one random draw for each key. Dropout is active if the random stream
         ``dropout`` is given.
       window: a query sees only the keys that are less than `window` positions away, on both sides
         if the mask allows it (Beltagy et al. 2020, Longformer). See `Mixer.init_cache` for the keys
@@ -67,8 +67,8 @@ class AttentionBase(Mixer):
       project_values: whether values are projected. False means that the tokens themselves are the
         values of every head. Together with the alignment `Bilinear`, False gives general bilinear
         attention (Shazeer et al. 2020, section 3.3).
-      use_bias: whether the value and output projections have a bias, as in BERT. The alignment has
-        its own field for the biases of queries and keys.
+      use_bias: whether the value and output projections have a bias, as in BERT. The alignment's
+        own field `use_bias` adds biases to the queries and keys.
       implementation: the name of the route that computes attention, from `attention.attend.ROUTES`,
         or ``auto``.
       value_init: initializer of the value kernel ``[d_model, heads · head_dim]``.
@@ -240,10 +240,10 @@ class Attention(AttentionBase):
 
     Attributes:
       num_kv_heads: number of heads of the values, and of the keys that a `DotProduct` makes from
-        tokens. Each of these heads is shared by a group of ``num_heads / num_kv_heads`` neighboring
-        query heads. Sharing heads is called grouped-query attention (Ainslie et al. 2023), or
-        multi-query attention if `num_kv_heads` is 1 (Shazeer 2019). None means that every query
-        head has its own key and value head. The parts of a `PerHead` do not share keys.
+        tokens. Each key head and value head is shared by a group of ``num_heads / num_kv_heads``
+        neighboring query heads. Sharing heads is called grouped-query attention (Ainslie et al.
+        2023), or multi-query attention if `num_kv_heads` is 1 (Shazeer 2019). None means that every
+        query head has a separate key and value head. The parts of a `PerHead` do not share keys.
       soft_cap: the logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None means
         that logits are not capped. The weights of a `Gaussian` are never capped.
       sinks: whether every head learns the logit of an additional key whose value is zero (gpt-oss,

@@ -51,7 +51,7 @@ class MixerInput:
 
     Attributes:
       x: ``[batch, q, d_model]`` the tokens to mix, which are the queries of attention.
-      mask: the mask that says which keys each query may see. It is already prepared for
+      mask: the mask that says which keys each query may see. The mask is already prepared for
         self-attention or for a decoding step.
       kv: ``[batch, k, width]`` the tokens to attend to in cross-attention. If the cache already
         holds the keys and values, `kv` has no tokens (k = 0). None means self-attention.
@@ -116,7 +116,7 @@ class Mixer(nn.Module):
             self-attention, the real queries are the real keys. If the mask is an array, all queries
             count as real; see `Mask.of`.
           bias: terms that are added to the logits, after a mixture has weighted its parts. A stack
-            passes T5's relative bias in this argument.
+            passes T5's relative bias as `bias`.
 
         Returns:
           ``[batch, q, d_model]``.
@@ -174,7 +174,7 @@ class Mixer(nn.Module):
           platform: ``cpu``, ``gpu`` or ``tpu``. None means the platform that JAX uses.
 
         Returns:
-          One explanation for each call of `attend`.
+          A tuple with one explanation for each call of `attend`.
         """
         key = jax.random.key(0)
         return explain(self.init, key, x, kv, mask=mask, bias=bias, platform=platform)
@@ -199,7 +199,7 @@ class Mixer(nn.Module):
             that are not real have no effect, even if their contents are NaN.
           whole: whether the cache keeps all positions. If `whole` is False, attention with a window
             keeps only the positions that the window can still reach, provided that its logits are
-            products of tokens only. With such a short cache, `extend` takes no bias, and a prefix
+            products of tokens only. If only a window is kept, `extend` takes no bias, and a prefix
             of the mask makes only the kept positions visible. To decode, models without a position
             bias set `whole` to False.
 
@@ -229,9 +229,10 @@ class Mixer(nn.Module):
         has `prefix_lengths`.
 
         The mask says how long each prompt is. Use `key_lengths` if all padding is at the end, or
-        `key_valid` ``[batch, q]`` if padding can be anywhere. With either field, positions count
-        the real tokens of an example, and every example continues at its own position. The contents
-        of padding have no effect. The outputs at padding are the same as in `__call__`.
+        `key_valid` ``[batch, q]`` if padding can be anywhere. If `key_lengths` or `key_valid` is
+        given, positions count the real tokens of an example, and every example continues at its own
+        position. The contents of padding have no effect. The outputs at padding are the same as in
+        `__call__`.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.
@@ -266,8 +267,8 @@ class Mixer(nn.Module):
     def _extend_rows(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
         """Extends the cache for rows in which all padding is at the end.
 
-        The mask in `inputs` is the caller's mask. This method converts it to the mask of a decoding
-        step.
+        The mask in `inputs` is the mask that `extend` was called with. It is converted to the mask
+        of a decoding step here.
         """
         position = inputs.position
         cross = inputs.kv is not None
@@ -290,7 +291,7 @@ class Mixer(nn.Module):
         mask = dataclasses.replace(inputs.mask, query_offset=0)
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:
-            """Returns the row of a mask's array for one example, as a batch with one row."""
+            """Returns an example's row of a mask's array, as a batch with a single row."""
             return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
 
         def extend_row(
@@ -298,8 +299,8 @@ class Mixer(nn.Module):
         ) -> tuple[PyTree, jax.Array]:
             """Extends the cache of one example.
 
-            The cache's length is passed and returned separately, because it is a scalar if there is
-            only one example.
+            The cache's length is passed and returned separately, because a cache with a single row
+            has a scalar length.
             """
             x, cache = jax.tree.map(lambda a: a[None], example)
             cache = dataclasses.replace(cache, length=length)
@@ -458,7 +459,7 @@ def move_padding_last(
 ) -> tuple[jax.Array, Mask, jax.Array]:
     """Moves the padding of new tokens ``[b, n, ...]`` to the end of each row.
 
-    After the move, the positions of a row count its real tokens.
+    After the move, the position of a real token is the number of real tokens before it.
 
     Args:
       x: the new tokens.

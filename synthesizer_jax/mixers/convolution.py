@@ -23,9 +23,9 @@ class ConvolutionBase(Mixer):
 
     The layer computes ``y = W_o · conv(W_1 x ∘ σ(W_2 x))`` with
     ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al. 2019). If the mask is causal, the taps are
-    the last `width` positions. Otherwise, the taps lie on both sides of the position. Padding
-    counts as zero, and the weights of the taps on real tokens do not change. A subclass defines
-    `_tap_logits`.
+    the last `width` positions. If the mask is not causal, the taps lie on both sides of the
+    position. Padding counts as zero, and the weights of the taps on real tokens do not change. A
+    subclass defines `_tap_logits`.
 
     Attributes:
       width: number of taps.

@@ -63,7 +63,7 @@ class SentenceNetwork(nn.Module):
     The layers are ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases
     (Bozic et al. 2023, released code).
 
-    This implementation neither pads nor flattens the sentence. The statistics of the first
+    The implementation does not pad or flatten the sentence. The statistics of the first
     normalization and the first product are sums over tokens, so shorter inputs cost less. In a
     decoder, the network runs once for every prefix of the sentence. The sums for all prefixes are
     computed by one cumulative sum.
@@ -104,8 +104,8 @@ class SentenceNetwork(nn.Module):
         ones = nn.initializers.ones_init()
         zeros = nn.initializers.zeros_init()
 
-        # These are the parameters of the first normalization, which is over all tokens and
-        # features, and of the first linear layer.
+        # The following parameters belong to the first normalization, over all tokens and features,
+        # and to the first linear layer.
         first = TorchUniform(fan_in=num_inputs * self.width)
         shape = (nets, num_inputs, self.width)
         axes = (None, "key_length", "embed")
@@ -114,8 +114,8 @@ class SentenceNetwork(nn.Module):
         self.kernel_0 = param("kernel_0", first, (*axes, "mlp"), *shape, self.hidden_dim)
         self.bias_0 = param("bias_0", first, (None, "mlp"), nets, self.hidden_dim)
 
-        # These are the parameters of the normalization of the hidden layer, and of the second
-        # linear layer.
+        # The following parameters belong to the normalization of the hidden layer, and to the
+        # second linear layer.
         second = TorchUniform(fan_in=self.hidden_dim)
         self.scale_1 = param("scale_1", ones, (None, "mlp"), nets, self.hidden_dim)
         self.shift_1 = param("shift_1", zeros, (None, "mlp"), nets, self.hidden_dim)
@@ -135,7 +135,7 @@ class SentenceNetwork(nn.Module):
             otherwise.
 
         Returns:
-          The sums of each token separately.
+          The sums of every single token, which are not yet added up.
         """
         first = which * self.max_length + start
         scale, kernel = (
@@ -161,7 +161,7 @@ class SentenceNetwork(nn.Module):
         # the normalization is linear, so it can be applied after the first product. `column` is the
         # product of the normalization's scales and the kernel, and is multiplied by the mean.
         # `shift` is the product of the normalization's biases and the kernel, plus the bias of the
-        # linear layer. Both have the shape [nets, hidden].
+        # linear layer. `column` and `shift` have the shape [nets, hidden].
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
@@ -205,13 +205,13 @@ class SentenceFeedForward(Mixer):
     - ALRR has ``num_heads=None`` and is used in a `Block` with ``self_residual=False``.
     - ELR is ALRR in a block without a feed-forward layer.
 
-    In decoders, set `causal` to True. The output at a position is then computed only from the
-    tokens up to this position.
+    In decoders, set `causal` to True. If `causal` is True, the output at a position is computed
+    only from the tokens up to this position.
 
     As a `cross_mixer`, the network reads the encoder's output and the decoder's states up to the
     position. The released code trains the cross-attention network on all decoder states but decodes
-    with prefixes. This implementation uses prefixes in both cases, so that training and decoding
-    agree.
+    with prefixes. This implementation uses prefixes in training and in decoding, so that both
+    compute the same outputs.
 
     Attributes:
       max_length: number of tokens for which the network has weights. The paper uses 50.
@@ -235,7 +235,8 @@ class SentenceFeedForward(Mixer):
 
     has_cross_attention = True
     supports_packing = False
-    # The cache in cross-attention holds sums over the decoder's tokens, so rows cannot share it.
+    # In cross-attention, the cache holds sums over the decoder's tokens, so rows cannot share a
+    # cache.
     shares_cross_cache = False
     supports_causal = property(lambda self: self.causal)
     supports_bidirectional = property(lambda self: not self.causal)
@@ -252,7 +253,7 @@ class SentenceFeedForward(Mixer):
         # sentence, the sums have n = 1.
         if kv is not None:
             # Cross-attention reads the memory and the queries up to the position. If there is a
-            # cache, it already holds the sums over the memory.
+            # cache, the cache already holds the sums over the memory.
             sums = _prefixes(network.read(zero_padding(x, real), start=position, which=1))
             if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
@@ -382,7 +383,8 @@ class TokenFeedForward(Mixer):
             name="network",
             parent=self,
         )
-        tokens = x.reshape(-1, 1, x.shape[-1])  # [b · n, 1, d], as sentences with one token
+        # Every token becomes a sentence with a single token, [b · n, 1, d].
+        tokens = x.reshape(-1, 1, x.shape[-1])
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)  # [b, n, h, e]
         y = zero_padding(y, mask.queries(x.shape[1]))

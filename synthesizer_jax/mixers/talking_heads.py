@@ -28,16 +28,17 @@ Dynamic: TypeAlias = Annotated[str, Choices(("x2l", "m2l", "x2w", "m2w"))]
 class TalkingHeads(AttentionBase):
     """Attention whose heads exchange logits before the softmax and weights after it.
 
-    From the alignment's logits J, the layer computes ``L = J P_l + bias``, ``W = softmax(L)``,
-    ``U = W P_w`` and ``y = concat(U V) W_o`` (Shazeer et al. 2020, section 3). The alignment can be
-    any alignment that makes logits. The layer holds all logits in memory, because heads that
-    exchange logits cannot be computed one by one.
+    Talking-heads attention is described by Shazeer et al. 2020, section 3. The layer starts from
+    the alignment's logits J, and computes ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``
+    and ``y = concat(U V) W_o``. The alignment can be any alignment that makes logits. The layer
+    holds all logits in memory, because heads that exchange logits cannot be computed one by one.
 
     Attributes:
-      num_heads: number of heads of the alignment, h_k in the paper.
-      softmax_heads: number of heads of the softmax and of a position bias, h in the paper. None
-        means `num_heads`.
-      value_heads: number of heads of the values, h_v in the paper. None means `softmax_heads`.
+      num_heads: number of heads of the alignment, which the paper calls h_k.
+      softmax_heads: number of heads of the softmax and of a position bias, which the paper calls h.
+        None means `num_heads`.
+      value_heads: number of heads of the values, which the paper calls h_v. None means
+        `softmax_heads`.
       project_logits: whether the layer has a matrix P_l. If the layer has no P_l, `num_heads` must
         equal `softmax_heads`.
       project_weights: whether the layer has a matrix P_w. If the layer has no P_w, `softmax_heads`
@@ -157,8 +158,8 @@ class TalkingHeads(AttentionBase):
     def _check_fields(self) -> None:
         """Raises a `ValueError` if P_l or P_w is left out but is needed.
 
-        P_l or P_w is needed if it changes the number of heads, or if a dynamic projection is added
-        to it.
+        P_l and P_w are needed if they change the number of heads, or if a dynamic projection is
+        added to them.
         """
         for name in ("logits", "weights"):
             source, to = self._num_heads_between(name[0])

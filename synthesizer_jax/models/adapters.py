@@ -7,10 +7,11 @@ and B is ``[rank, heads, head_dim]``. In scanned layers, A and B both have a lea
 
 A run with adapters trains and saves two kinds of variables:
 
-- The low-rank updates. Their paths are ``KERNEL_PATH/lora_a`` and ``KERNEL_PATH/lora_b``.
+- The low-rank updates. The paths of an update are ``KERNEL_PATH/lora_a`` and
+  ``KERNEL_PATH/lora_b``.
 - Whole variables for which `Experiment.init_rules` draw new random values, such as a new
-  classifier. No other checkpoint contains these values, so the run trains the complete arrays and
-  saves them under their usual paths.
+  classifier. No other checkpoint contains the random values, so the run trains the complete arrays
+  and saves them under their usual paths.
 
 All other variables of the model come from the base, which is the checkpoint that the adapters
 modify. `Adapted` decides which variables are trained in which way, and `LowRankUpdate` describes
@@ -53,8 +54,8 @@ class LowRankUpdate:
     Attributes:
       kernel: the shape and dtype of the kernel W.
       axes: the logical axes of the kernel, which determine the kernel's input axes. If the last
-        axis is ``embed``, all other axes are inputs. Otherwise, only the first axis is an input.
-        The axis of scanned layers does not count.
+        axis is ``embed``, all other axes are inputs. If the last axis is not ``embed``, only the
+        first axis is an input. The axis of scanned layers is never an input axis.
       rank: the rank of the update.
       scale: the number by which the product A · B is multiplied.
     """
@@ -127,7 +128,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class Adapted(Trainable[Model]):
-    """A model whose adapters are trained instead of the model itself.
+    """A model of which a run trains only the adapters.
 
     Args:
       model: the unbound model to which the adapters are added.

@@ -96,20 +96,20 @@ class Block(nn.Module):
     Attributes:
       self_mixer: the token mixer, such as `Attention`.
       feed_forward: the position-wise layer, or None to leave it out.
-      cross_mixer: the mixer over the encoder's outputs. None is for encoders, language models, and
-        decoder layers that do not attend to the encoder.
+      cross_mixer: the mixer over the encoder's outputs. Encoders, language models, and decoder
+        layers that do not attend to the encoder use None.
       dropout_rate: probability of dropping a feature of a sub-layer's output.
       elementwise_dropout: whether every position has its own random draw, instead of one draw for
         all positions; see `Dropout`.
       norm: the normalization.
       post_norm: whether to normalize after the residual connection, ``norm(x + f(x))`` (Vaswani et
-        al. 2017, BERT). Otherwise, the input of the sub-layer is normalized, ``x + f(norm(x))``
-        (T5).
+        al. 2017, BERT). False means that the input of the sub-layer is normalized,
+        ``x + f(norm(x))`` (T5).
       output_norm: whether to normalize the output of a sub-layer as well, ``x + norm(f(norm(x)))``
         (Gemma 2).
       self_residual: whether self-attention has a norm and a residual connection. False means that
-        the mixer also replaces the norm and the residual connection. A block with False is ALRR, or
-        ELR if `feed_forward` is None (Bozic et al. 2023).
+        the mixer also replaces the norm and the residual connection. A block without the norm and
+        the residual connection is ALRR, or ELR if `feed_forward` is None (Bozic et al. 2023).
     """
 
     self_mixer: Mixer
@@ -125,7 +125,7 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, mask: Mask | None = None, bias: Terms = (), memory: Memory | None = None
     ) -> tuple[jax.Array, None]:
-        """Applies the layer. The signature is that of the body of `nn.scan`.
+        """Applies the layer. The method has the signature of a body of `nn.scan`.
 
         Args:
           x: ``[batch, q, d_model]``. In a decoder, `x` may have ``batch · n`` rows, which are n
@@ -216,7 +216,7 @@ class Block(nn.Module):
                 mask = jax.tree.map(lambda a: _repeat_rows(a, batch), mask)
 
             def extend(mixer: Mixer, x: jax.Array) -> tuple[jax.Array, MixerCache]:
-                """Extends the cache by one row of tokens for each row of the memory."""
+                """Extends the mixer's cache, given one row of tokens for each row of the memory."""
                 return mixer.extend(x, old, mask=mask, position=position)
 
             y, cross = _share_memory(extend, mixer, x, batch)
@@ -279,7 +279,7 @@ class Block(nn.Module):
         return self.norm.copy(name=f"pre_{name}_layer_norm", parent=self)(x)
 
     def _add(self, x: jax.Array, y: jax.Array, name: str, *, index: int) -> jax.Array:
-        """Adds a sub-layer's output to the residual stream, with dropout and the norms after it."""
+        """Adds a sub-layer's output to the residual stream, and applies dropout and the norms."""
         if self.output_norm:
             y = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(y)
         dropout = Dropout(

@@ -61,7 +61,7 @@ class Encoder(TokenModel, kw_only=True):
       pooler: whether the model has a dense layer with tanh after the pooling, as in BERT.
       outputs: number of classes of a classifier, or number of values of a regressor. None means
         that the model has no such head.
-      masked_lm: whether the model has BERT's head over the tokens. This head consists of a dense
+      masked_lm: whether the model has BERT's head over the tokens. BERT's head consists of a dense
         layer, GELU, a normalization, a product with the embedding (if `tied`) or with a projection,
         and a bias.
       token_types: number of segment embeddings. BERT has 2. 0 means no segment embeddings.
@@ -130,7 +130,7 @@ class Encoder(TokenModel, kw_only=True):
     def token_features(self, tokens: jax.Array) -> jax.Array:
         """Returns the inputs ``[batch, length, d_model + 1]`` of the head over the tokens.
 
-        The token logits are the product of these inputs and `token_projection`. The last feature is
+        The token logits are the product of the result and `token_projection`. The last feature is
         1, so that the product includes the bias. Losses call this method to compute the logits in
         chunks.
 

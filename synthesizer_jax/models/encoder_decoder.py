@@ -37,9 +37,9 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     Attributes:
       encoder: the encoder's stack.
-      decoder: the decoder's stack. Its blocks have a `cross_mixer`.
+      decoder: the decoder's stack, whose blocks have a `cross_mixer`.
       positions: a module that adds position vectors to the embeddings of both stacks. The stacks
-        share the parameters of this module, as in Mesh-TensorFlow. In contrast, the field
+        share the parameters of the module, as in Mesh-TensorFlow. In contrast, the field
         `positions` of a `Stack` is used only by that stack.
       encoder_d_model: width of the encoder if the encoder has its own embedding (T5Gemma). None
         means that both stacks share an embedding of width `d_model`.
@@ -96,8 +96,7 @@ class EncoderDecoder(TextToText, kw_only=True):
 
         Raises:
           ValueError: the rows are packed and a mask is given, although the segments already say
-            which tokens are visible. The error is also raised if an array in `mask` has another
-            shape.
+            which tokens are visible. A mask array with another shape also raises the error.
         """
         return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows, mask=mask))
 
@@ -168,8 +167,8 @@ class EncoderDecoder(TextToText, kw_only=True):
     def encode(self, tokens: jax.Array, *, mask: MaskLike = None) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``.
 
-        If a mask is given (see `__call__`), the states are in the order of the tokens. Otherwise,
-        the states of the real tokens come first in each row.
+        If a mask is given (see `__call__`), the states are in the order of the tokens. If no mask
+        is given, the states of the real tokens come first in each row.
         """
         mask = self._token_mask(tokens, mask)
         if mask is None:

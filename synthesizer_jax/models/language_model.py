@@ -75,8 +75,8 @@ class LanguageModel(TextToText, kw_only=True):
         tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
         row = _concatenate_rows(tokens, decoder_tokens, inputs)
 
-        # The inputs count too, because modules average their additions to the loss over all tokens
-        # that they read.
+        # The inputs count too, because modules average their additions to the loss over inputs and
+        # targets.
         if counted is None:
             counted = real_targets_mask(decoder_tokens, self.ids.padding)
         counted = (

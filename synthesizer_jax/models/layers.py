@@ -51,7 +51,7 @@ class Dropout(nn.Module):
     def factor(self, x: jax.Array) -> jax.Array | float:
         """Draws the factor by which dropout multiplies ``[batch, length, d]``.
 
-        Only the shape and the dtype of `x` are read. The factor is 1.0 if nothing is dropped.
+        Only the shape and the dtype of `x` are read. If nothing is dropped, the factor is 1.0.
         """
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return 1.0
@@ -81,8 +81,8 @@ class FeedForward(nn.Module):
       activations: names from `ACTIVATIONS`, one for each input matrix. T5 1.0 uses ``("relu",)``.
         T5 1.1 uses the gated GELU ``("gelu", "linear")`` (Shazeer 2020).
       dropout_rate: probability of dropping a hidden feature.
-      elementwise_dropout: whether every position has its own draw, instead of one draw for all
-        positions; see `Dropout`.
+      elementwise_dropout: whether every position has its own random draw, instead of one draw for
+        all positions; see `Dropout`.
       use_bias: whether all matrices have a bias, as in BERT. T5 has no biases.
       kernel_init: initializer of all kernels.
     """
@@ -101,8 +101,8 @@ class FeedForward(nn.Module):
             dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
         )
 
-        # The names are the same as in T5X. If there is only one input matrix, its name has no
-        # number.
+        # The input matrices have the same names as in T5X. A single input matrix has a name without
+        # a number.
         names = ["wi"]
         if len(self.activations) > 1:
             names = [f"wi_{i}" for i in range(len(self.activations))]
@@ -176,7 +176,7 @@ class SinusoidalPositions(PositionEmbedding):
 
     Attributes:
       endpoint: whether the slowest rate is exactly 1/10,000, as in Tensor2Tensor and in the code of
-        You et al. 2020. Otherwise, the slowest rate is 10,000^(−(d − 2)/d), as in the paper's
+        You et al. 2020. False means that the slowest rate is 10,000^(−(d − 2)/d), as in the paper's
         formula.
     """
 

@@ -1,4 +1,4 @@
-"""Models from papers about other architectures than T5.
+"""Models from papers whose architectures differ from T5.
 
 The module defines models with hard-coded attention, BERT with any head size, Linformer, and models
 in which feed-forward networks replace attention.
@@ -55,10 +55,9 @@ def hard_coded(
       layers: number of layers of each stack.
       heads: number of heads.
       d_ff: width of the feed-forward layers.
-      ratio: source words per target word, for hard-coded cross-attention.
+      ratio: the number of source words per target word, for hard-coded cross-attention.
       prefix: number of source tokens before the sentence, such as the tokens of "translate English
-        to German:". Hard-coded cross-attention skips these tokens. The paper's texts have no such
-        prefix.
+        to German:". Hard-coded cross-attention skips the prefix. The paper's texts have no prefix.
       dropout_rate: probability of dropping an element.
     """
     init = GlorotUniform()
@@ -131,13 +130,12 @@ def bert(
 
     Args:
       d_model: width of the model. Feed-forward layers have a width of 3,072 if `d_model` is 768,
-        and of 4,096 otherwise. With these widths, the parameter counts are the same as the
-        published ones.
+        and of 4,096 otherwise. The widths 3,072 and 4,096 give the published parameter counts.
       heads: number of heads. `d_model` does not have to be divisible by the number of heads.
       head_dim: width of a head, which the paper calls d_p.
       layers: number of layers.
       mixer: a mixer to use instead of attention.
-      dropout_rate: the rate of all dropouts. BERT is trained with 0.1.
+      dropout_rate: the rate of all dropouts. BERT was trained with a dropout rate of 0.1.
     """
     init = Normal(0.02)
     norm = LayerNorm(epsilon=1e-12)
@@ -260,7 +258,7 @@ PUBLISHED: dict[str, Callable[[], TokenModel]] = {
         f"{kind}_{size}": partial(attention_replaced, kind, hidden)
         for kind, sizes in {
             **dict.fromkeys(("alr", "alrr", "elr"), _WIDTHS),
-            "alsr": {"xs": 200, "s": 400, "m": 800, "l": 1600},  # the paper has no size xl for ALSR
+            "alsr": {"xs": 200, "s": 400, "m": 800, "l": 1600},  # The paper has no ALSR of size xl.
         }.items()
         for size, hidden in sizes.items()
     },

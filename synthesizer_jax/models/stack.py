@@ -26,7 +26,7 @@ from synthesizer_jax.primitives.norms import RMSNorm
 from synthesizer_jax.primitives.parameters import Variables
 
 Positions: TypeAlias = jax.Array | np.ndarray
-"""In-sequence positions ``[batch or 1, q]``, which are a NumPy array if the values are known."""
+"""In-sequence positions ``[batch or 1, q]``, which are a NumPy array unless they are traced."""
 
 _policies = jax.checkpoint_policies
 _attention = _policies.save_only_these_names(CHECKPOINT_NAME)
@@ -72,12 +72,12 @@ class Stack(nn.Module):
       positions: a module ``(positions, d_model) -> vectors`` whose vectors are added to the
         embeddings, such as `LearnedPositions`.
       input_norm: a normalization of the embeddings, as in BERT.
-      norm: the normalization of the output. Post-norm models use None, because their last layer
-        ends with a normalization.
+      norm: the normalization of the output. Post-norm models use None, because the last layer of a
+        post-norm model ends with a normalization.
       dropout_rate: probability of dropping a feature of the embeddings and, if `drop_output` is
         True, of the output.
-      scan: whether each run of several layers is one `nn.scan` with stacked parameters. With a
-        scan, the compile time does not grow with the number of layers.
+      scan: whether each run of several layers is one `nn.scan` with stacked parameters. The compile
+        time of a scan does not grow with the number of layers.
       remat: a name from `REMAT_POLICIES`, to recompute layers in the backward pass. None means that
         layers are not recomputed.
       elementwise_dropout: whether every position has its own random draw, instead of one draw for
@@ -193,7 +193,7 @@ class Stack(nn.Module):
         memory_mask: MaskLike = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Applies all layers to the tokens that follow those in the caches; see `Mixer.extend`.
+        """Applies all layers to new tokens and extends the caches; see `Mixer.extend`.
 
         Args:
           x: ``[batch · n, q, d_model]`` embeddings, with n rows for each row of the memory.
@@ -347,7 +347,7 @@ class Stack(nn.Module):
 
 
 def _positions_of(mask: Mask | None, position: int | jax.Array, *, q: int) -> Positions:
-    """Returns the positions ``[batch or 1, q]`` of q tokens, as a NumPy array if they are known.
+    """Returns the positions ``[batch or 1, q]`` of q tokens, as a NumPy array if none is traced.
 
     In packed rows, the positions start again in every segment. In rows that are not packed, the
     positions count up from `position`.

@@ -38,7 +38,8 @@ class TokenModel(nn.Module, kw_only=True):
     ``constants``.
 
     Attributes:
-      vocab_size: number of rows of the embedding. T5 has 32,128 rows for 32,100 pieces.
+      vocab_size: number of rows of the embedding. T5 has 32,128 rows for the 32,100 pieces of its
+        vocabulary.
       d_model: width of the model.
       tied: whether the embedding is also the output projection.
       embedding_scale: factor of the embedded tokens. The original Transformer uses √d_model.
@@ -124,8 +125,7 @@ class TokenModel(nn.Module, kw_only=True):
 def _embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Looks up rows ``[..., d]`` of a table. Each device sums the table's gradient in float32.
 
-    The sums of the devices are then added in the table's dtype, like the gradients of all other
-    parameters.
+    The sums of all devices are added in the table's dtype, like the gradients of other parameters.
     """
     return jnp.take(table, tokens, axis=0)
 
@@ -177,8 +177,8 @@ def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
 
     If the mask of a model is an array with two axes, it says which tokens are real, like a
     tokenizer's attention mask. In contrast, an array with two axes in a call of a layer means
-    ``[q, k]``, as in Flax; see `Mask.of`. Arrays hide only keys. As in transformers, the state at a
-    padding position is that of a query that sees all real tokens.
+    ``[q, k]``, as in Flax; see `Mask.of`. Arrays hide only keys. As in transformers, a padding
+    position has the state of a query that sees all real tokens.
 
     Args:
       mask: None, a `Mask`, or an array of booleans or of zeros and ones. The shape of an array is
@@ -295,8 +295,8 @@ class Rows:
         ``[batch, q]``. The segments of a row are numbered 1, 2, …, and padding has the number 0.
         None means that every row holds one example.
       counted: ``[batch, q]`` bool, which says which positions have a target. Modules average their
-        additions to a training loss (`LOSSES`) over these positions. None means all positions
-        before the padding, or all segments of packed rows.
+        additions to a training loss (`LOSSES`) over the positions that have a target. None means
+        all positions before the padding, or all segments of packed rows.
       max_segments: an upper bound of the number of segments in a row. If the bound is given, terms
         of absolute positions can be computed on unpacked rows.
     """
@@ -327,7 +327,7 @@ class DecodingCache:
         """Applies a function to all arrays that have an entry for every row of targets.
 
         The rows of an example, such as its beams, share the keys and values of the memory. The
-        function is not applied to these shared arrays.
+        function is not applied to arrays that an example's rows share.
 
         Args:
           function: a function from ``[rows, ...]`` to ``[other rows, ...]``, such as

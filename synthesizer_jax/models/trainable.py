@@ -15,11 +15,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Trainable(Generic[Model]):
-    """A model, and the variables that a run trains and saves, which are all variables here.
+    """A model of which a run trains and saves all variables.
 
-    The subclass `adapters.Adapted` trains other variables instead, which modify a base. Training,
-    plans and checkpoints only use the methods of this class, so the same code works with and
-    without adapters::
+    The subclass `adapters.Adapted` instead trains variables that modify a base. Training, plans and
+    checkpoints only use the methods of this class, so the same code works with and without
+    adapters::
 
         shapes, axes = trainable.abstract()
         variables = trainable.init(key, base)

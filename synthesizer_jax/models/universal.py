@@ -26,12 +26,12 @@ class UniversalStack(Stack):
     Graves 2016).
 
     Let s_t be the state after step t, and w_t the halting probability. In the step in which a
-    position halts, w_t is the remainder instead. After that step, w_t is zero. As in Tensor2Tensor
-    and Mesh-TensorFlow, the output is ``a_T``, where ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and
-    ``a_0 = 0``. Graves' own average is ``Σ_t w_t s_t``.
+    position halts, the remainder replaces w_t. After a position has halted, w_t is zero. As in
+    Tensor2Tensor and Mesh-TensorFlow, the output is ``a_T``, where
+    ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and ``a_0 = 0``. Graves' own average is ``Σ_t w_t s_t``.
 
     Attributes:
-      runs: a single `Run`. The number of steps is its `repeats`.
+      runs: a single `Run`. The number of steps is the `repeats` of the run.
       halting_threshold: a position halts when the sum of its halting probabilities exceeds this
         value. None means that every position runs all steps.
       ponder_cost: factor of the ponder cost in the training loss. The ponder cost is the mean
@@ -73,8 +73,8 @@ class UniversalStack(Stack):
         threshold = self.halting_threshold
         sinusoids: PyTree = SinusoidalPositions(parent=None)
         average = jnp.zeros_like(x)  # a_t
-        # These arrays [b, q] hold the sum of each position's halting probabilities, the remainder
-        # with which the position stopped, and the number of its steps.
+        # The three arrays [b, q] describe each position: the sum of its halting probabilities, the
+        # remainder with which it stopped, and the number of its steps.
         halted, remainders, updates = (jnp.zeros(x.shape[:2], jnp.float32) for _ in range(3))
         gate = nn.Dense(
             1,
@@ -115,8 +115,8 @@ class UniversalStack(Stack):
     def _sow_ponder_cost(self, steps: jax.Array, counted: jax.Array | None) -> None:
         """Sows the ponder cost in `LOSSES` if the collection is mutable.
 
-        The ponder cost is averaged over the positions of each row and then over the rows. The cost
-        therefore does not depend on how a batch is divided into parts of equal size.
+        The ponder cost is averaged over the positions of each row and then over the rows. The
+        ponder cost therefore does not depend on how a batch is divided into parts of equal size.
 
         Args:
           steps: the number of steps plus the remainder of each position, ``[batch, q]``.

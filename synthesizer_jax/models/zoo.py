@@ -186,7 +186,7 @@ def t5(
         return Attention(size.heads, size.head_dim, alignment=kind, dropout_rate=dropout_rate)
 
     def stack(kind: Alignment | Mixer, cross: Mixer | None) -> Stack:
-        """Returns the encoder's stack, or the decoder's if there is a cross mixer."""
+        """Returns the encoder's stack, or the decoder's stack if there is a cross mixer."""
         block = Block(mixer(kind), feed_forward, cross_mixer=cross, **dropout)
         has_bias = relative_bias and block.self_mixer.bias_heads is not None
         bias = RelativeBias(bidirectional=cross is None) if has_bias else None
@@ -258,9 +258,9 @@ def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
     instead of the formula in the code.
 
     Table 2 of Narang et al. 2021 contains the results. The published parameter counts, in whole
-    millions, fit two kinds of positions. One is T5's relative bias, and the other is a vector for
-    each of 512 positions, which both stacks share. This function can build the model with either
-    kind.
+    millions, fit two kinds of positions. The first kind is T5's relative bias. The second kind is a
+    vector for each of 512 positions, which both stacks share. The argument `learned_positions`
+    selects the kind.
 
     Args:
       variant: a key of `MESH`.
@@ -294,11 +294,12 @@ def _convolution(kind: type[LightweightConvolution | DynamicConvolution]) -> Enc
     The convolution has nine taps and is followed by a dense layer. The model has learned positions
     (Narang et al. 2021).
 
-    The model with lightweight convolutions has one kernel per channel. It has 224 M parameters, as
+    The model with lightweight convolutions has one kernel per channel, and 224 M parameters, as
     published. The model with dynamic convolutions was published with 257 M parameters and 1.06
     times the FLOPs of the vanilla model. With one kernel per channel, as in the last released code,
-    this model would have 351 M parameters and 1.49 times the FLOPs. One kernel for every four
-    channels gives the closest numbers, which are 256 M parameters and 1.07 times the FLOPs.
+    the model with dynamic convolutions would have 351 M parameters and 1.49 times the FLOPs. One
+    kernel for every four channels gives the closest numbers, which are 256 M parameters and 1.07
+    times the FLOPs.
     """
     groups = 192 if kind is DynamicConvolution else None
     mixer = kind(width=9, pointwise=True, groups=groups)
@@ -332,8 +333,7 @@ def language_model(
 
     Args:
       variant: a key of `VARIANTS`.
-      size: a size from `T5_1_1`. The single stack has the number of layers of one stack of this
-        size.
+      size: a size from `T5_1_1`. The model has a single stack with `Size.layers` layers.
       prefix: whether the model is a prefix language model.
       max_length: number of positions in the tables of the alignment, for inputs and targets
         together.
@@ -375,6 +375,6 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
 }
 """All named models. Call an entry to get the configured model.
 
-The entries are functions instead of modules for a technical reason. If a compact method of a module
-imported this file, modules that are made during the import would become children of that module.
+The entries are functions instead of modules. If a compact method of a module imported this file,
+modules that are made during the import would become children of that module.
 """

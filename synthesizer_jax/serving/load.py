@@ -52,8 +52,8 @@ class Model:
                 self.programs[file.removesuffix(".stablehlo")] = jax.jit(program)
 
         data = np.memmap(directory / "parameters.safetensors", np.uint8, "r")
-        # A safetensors file begins with the length of its header. The header says where each tensor
-        # is.
+        # A safetensors file begins with the length of its header. The header contains the position
+        # of each tensor in the file.
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         for name, tensor in json.loads(data[8:start].tobytes()).items():
             x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
@@ -93,8 +93,8 @@ class Model:
 
         Returns:
           The ids, ``[texts, n]`` int32. If the programs take any length, n is the smallest power of
-          two that is large enough, so that programs are compiled for only a few lengths. Otherwise,
-          n is the limit.
+          two that is large enough, so that programs are compiled for only a few lengths. If the
+          lengths of the programs are fixed, n is the limit.
 
         Raises:
           ValueError: `texts` is not a list of strings, or a text to continue is longer than the
@@ -126,7 +126,7 @@ class Model:
 
     def _ids(self, text: str) -> list[int]:
         """Returns the ids of the pieces or bytes of a text. Byte b has the id b + 3."""
-        # This line raises a `ValueError` if the text contains lone surrogates.
+        # `str.encode` raises a `ValueError` if the text contains lone surrogates.
         data = text.encode()
         if self.pieces is not None:
             return list(self.pieces.encode(text))

@@ -1,4 +1,4 @@
-"""Exports models as StableHLO programs by `jax.export`, for all batches, lengths and platforms."""
+"""Exports models as StableHLO programs for all batch sizes, lengths and platforms."""
 
 from __future__ import annotations
 
@@ -160,12 +160,12 @@ def export_programs(
 
     Args:
       model: the model.
-      parameters: the parameters of the model with looped layers, by their keys joined by ``/``.
-        Only the shapes and dtypes are read.
+      parameters: the parameters of the model with looped layers, by their keys joined by ``/``. The
+        function reads only the shapes and dtypes.
       limits: the largest lengths, and the number of beams.
       continues: whether inputs are texts to continue, for a `LanguageModel` that was trained only
         on targets. If `continues` is True, the inputs have no EOS and are the beginning of the
-        targets. Inputs and targets then share the positions of the model.
+        targets. If `continues` is True, inputs and targets also share the positions of the model.
 
     Returns:
       The programs by name, and ``"symbolic"`` or ``"fixed"``. ``"fixed"`` means that some module of
@@ -240,8 +240,8 @@ class _Program(NamedTuple):
 
     Attributes:
       function: a function that takes the variables and arrays of tokens.
-      lengths: one letter for each array of tokens, which names its length: n for inputs and t for
-        targets.
+      lengths: a string with a letter for each array of tokens. The letter n stands for the length
+        of inputs, and t for the length of targets.
     """
 
     function: Callable[..., PyTree]
@@ -261,8 +261,8 @@ def _export(
       program: the program.
       parameters: see `export_programs`.
       longest: the largest length for each letter in `_Program.lengths`.
-      symbolic: whether the program takes all lengths up to the largest ones. Otherwise, it takes
-        only the largest lengths.
+      symbolic: whether the program takes all lengths up to the largest lengths. False means that
+        the program takes only the largest lengths.
     """
     bounds = []
     # Each string names the axes of an array of tokens, such as "b,n" or "b,512".
@@ -288,7 +288,7 @@ def _export(
 
 
 def _on_reference_route(config: PyTree) -> PyTree:
-    """Returns a copy of a model, or of a part of it, with all attention on the reference route."""
+    """Returns a copy of a model or of a module in which all attention uses the reference route."""
     if isinstance(config, tuple):
         return tuple(map(_on_reference_route, config))
     if not isinstance(config, nn.Module | Run):

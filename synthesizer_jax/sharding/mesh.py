@@ -33,8 +33,8 @@ class MeshShape:
 
     Fields that begin with ``dcn_`` are sizes between slices, and all other fields are sizes within
     a slice. The size of a mesh axis is its size within a slice times its size between slices. One
-    size within a slice may be −1, which means that it is inferred from the number of devices in a
-    slice. In the same way, one size between slices may be −1, which means that it is inferred from
+    size within a slice may be −1, which means that the size is inferred from the number of devices
+    in a slice. One size between slices may also be −1, which means that the size is inferred from
     the number of slices.
 
     Slices are connected only by the data-center network. The tensor and sequence axes have no
@@ -43,8 +43,8 @@ class MeshShape:
 
     Attributes:
       data: number of replicas of the model, which process different examples.
-      fsdp: number of devices over which parameters and optimizer state are sharded. The devices
-        process different examples.
+      fsdp: number of devices over which parameters and optimizer state are sharded. The devices on
+        this axis process different examples.
       tensor: number of devices that partition matrix products by heads, hidden features and
         vocabulary.
       sequence: number of devices over which the positions of an encoder are partitioned, for long
@@ -123,9 +123,9 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a mesh of the devices.
 
-    On TPUs, every mesh axis consists of whole dimensions of the slice's topology if possible.
-    Otherwise, dimensions are split, and a warning is issued, because collectives over an axis with
-    split dimensions can use only some of the links between chips.
+    On TPUs, every mesh axis consists of whole dimensions of the slice's topology if possible. If
+    dimensions must be split, a warning is issued, because collectives over an axis with split
+    dimensions can use only some of the links between chips.
 
     Args:
       shape: the sizes of the mesh axes.

@@ -33,8 +33,9 @@ RULES: types.MappingProxyType[str, str] = types.MappingProxyType(
         "heads": "tensor",
         "mlp": "tensor",
         "embed": "fsdp",
-        # The tables of Synthesizers have the axis ``query_length``. If these tables were sharded
-        # only by heads, the tables of an xxl model would not fit into the memory of a chip.
+        # The tables of Synthesizers have the axis ``query_length``. If the tables of Synthesizers
+        # were sharded only by heads, the tables of an xxl model would not fit into the memory of a
+        # chip.
         "query_length": "fsdp",
     }
 )
@@ -48,7 +49,8 @@ ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyTy
 )
 """The mesh axes that shard each logical axis of activations, except ``heads``.
 
-The axis ``heads`` of activations is sharded like that of parameters; see `primitives.mesh`.
+Activations are sharded over the axis ``heads`` in the same way as parameters; see
+`primitives.mesh`.
 """
 
 
@@ -178,7 +180,8 @@ def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that divides the examples of a batch over the data and fsdp axes.
 
-    If the mesh lacks the data axis or the fsdp axis, the batch is divided over the other axis only.
+    If the mesh lacks the data axis or the fsdp axis, the batch is divided only over the axis that
+    the mesh has.
     """
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
@@ -205,7 +208,7 @@ def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: in
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Context manager in which layers partition their work over a mesh when they are traced.
+    """Context manager that lets layers partition their work over a mesh when they are traced.
 
     The context manager sets JAX's current mesh and Flax's logical axis rules. A mesh with a single
     device has no effect.
