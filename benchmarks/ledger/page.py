@@ -66,7 +66,7 @@ explains other abbreviations.
 
 ENDING = """## Other recipes
 
-The runs in this section show that the recipes work. They do not show which system is better. The
+The runs in this section show that the recipes work. They cannot show which system is better. The
 values in brackets are the values in the papers.
 
 {others}
