@@ -124,7 +124,7 @@ def decode_sequences(
     sampling = None
     if decoding.temperature:
         if examples is None:
-            examples = range(encoder_tokens.shape[0])
+            examples = jnp.arange(encoder_tokens.shape[0])
         sampling = Sampling(
             # With JAX's other random generators, the random numbers of a key under `jax.vmap`
             # depend on the other keys, and therefore on the rest of the batch.

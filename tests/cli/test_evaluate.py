@@ -230,7 +230,7 @@ def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
     assert len(found.splitlines()) == 4
     assert say(place, f"{options} --seed 3 --batch-size 1", *TEXTS) == found
     assert say(place, f"{options} --seed 4", *TEXTS) != found
-    with pytest.raises(ValueError, match=r"top_p is 1\.5, but it must be above 0, at most 1"):
+    with pytest.raises(ValueError, match=r"top_p is 1\.5, but it must be above 0 and at most 1"):
         say(place, "--top-p 1.5 --temperature 1", "text")
 
 

@@ -52,7 +52,7 @@ SESSION = [
     # Data of one's own.
     ("data list glue --data-dir d", 2, "There is no mixture or task 'glue'"),
     ("data import glu --from .", 2, "no data set 'glu' to import, did you mean 'glue'"),
-    ("data import glue --from .", 2, "error: . lacks CoLA/train.tsv"),
+    ("data import glue --from .", 2, "error: . has none of the files of glue: CoLA/train.tsv"),
     ("data import glue --from . --name x", 2, "glue has its own format. The options --name"),
     ("data import mine --from . --target {x}", 2, "'data import mine' needs --name"),
     (IMPORT, 0, "train with --set data.mixture=own_files"),
@@ -146,7 +146,7 @@ SESSION = [
         2,
         "--to is 'onnx', but it must be one of huggingface, peft",
     ),
-    (DISTILL, 0, "fitted 1 layers to 2 batches"),
+    (DISTILL, 0, "Fitted 1 layers to 2 batches"),
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     (
         DISTILL.replace("runs/mine", "runs/mine/checkpoints/2"),

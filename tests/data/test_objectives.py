@@ -213,7 +213,7 @@ def test_every_example_fits(name: str, length: int, seed: int) -> None:
 def test_errors_name_field_and_remedy() -> None:
     for make, message in (
         (lambda: FullLM(documents=0), r"documents is 0, but it must be 1 to"),
-        (lambda: Denoising(1.0), r"density is 1.0, but it must be 0 to below 1"),
+        (lambda: Denoising(1.0), r"density is 1.0, but it must be at least 0 and below 1"),
         (lambda: Denoising(0.15, 0.5), r"mean_span is 0.5, but it must be 1 or more"),
         (lambda: ObjectiveMixture(()), r"objectives is \(\), but it must be not empty"),
         (lambda: ObjectiveMixture((FullLM(), Denoising())), r"must have the same documents and d"),

@@ -60,13 +60,13 @@ def made(request):
 
 def test_steps_follow_the_cached_tokens(made):
     _, cache = made.start(X[:, :4])
-    made.refuses("position=5 but the cache holds 4 tokens", X[:, 5:6], cache, position=5)
+    made.refuses("position is 5, but the cache holds 4 tokens", X[:, 5:6], cache, position=5)
     if isinstance(made.layer, sj.Attention):  # decodes again from there
         y, again = made.step(X[:, 3:4], cache, position=3)
         np.testing.assert_allclose(y, made.whole[:, 3:4], atol=1e-5)
         assert again.length == 4
     else:
-        made.refuses("position=3 but the cache holds 4 tokens", X[:, 3:4], cache, position=3)
+        made.refuses("position is 3, but the cache holds 4 tokens", X[:, 3:4], cache, position=3)
     if made.endless:
         y, _ = made.step(X[:, 4:9], cache)
         assert np.all(np.isfinite(y))

@@ -618,9 +618,7 @@ def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsy
     experiment = runs.experiment()
     experiment = replace(experiment, data=replace(experiment.data, mixture=task.name))
     for _ in range(2):
-        with pytest.raises(
-            FileNotFoundError, match=r"data prepare of_a_script .* from Python"
-        ) as e:
+        with pytest.raises(FileNotFoundError, match=r"data prepare of_a_script .* in Python") as e:
             run(experiment, tmp_path / "run", data_dir=tmp_path, visible=False)
         assert not (tmp_path / "run").exists()
         prepare_data(experiment, tmp_path)
@@ -725,7 +723,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large; no data set was changed: '.*/out'"):
+        with pytest.raises(OSError, match=r"File too large\. No data set was changed: '.*/out'"):
             import_files(task, splits, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -103,7 +103,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         (
             CONFIG,
             {"tie_word_embeddings": "yes"},
-            "tie_word_embeddings is 'yes', but bool is expected",
+            "tie_word_embeddings is 'yes', but bool or none is expected",
         ),
         (
             CONFIG,
@@ -251,5 +251,5 @@ def test_constants_and_shared_layers_are_not_converted(tmp_path):
     with pytest.raises(ValueError, match="has tables that are not trained"):
         convert_checkpoint(tmp_path, tmp_path / "run", encoder="rv")
     universal = UniversalStack(recipe.model.encoder.runs)
-    with pytest.raises(ValueError, match="the encoder is a UniversalStack"):
+    with pytest.raises(ValueError, match="The encoder is a UniversalStack"):
         with_variants(model.copy(encoder=universal), encoder="rv", decoder=None, max_length=8)

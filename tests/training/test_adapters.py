@@ -312,5 +312,7 @@ def test_targets_that_fit_nothing_are_named():
         ValueError, match="init_rules match layers of a scanned stack, but not 'encoder/l"
     ):
         Trainer(replace(recipe, model=scan, training=training, init_rules=rules))
-    with pytest.raises(ValueError, match=r"training\.adapters: pattern '\(' is wrong"):
+    with pytest.raises(
+        ValueError, match=r"training\.adapters: '\(' is not a valid regular expression"
+    ):
         LoRA(targets="(")

@@ -45,7 +45,7 @@ def test_training_does_not_continue_in_the_directory_of_an_average(source, tmp_p
     call("average", source, tmp_path / "mean")
     before = {path.name for path in (tmp_path / "mean").iterdir()}
     recipe = load_experiment(tmp_path / "mean")
-    with pytest.raises(ValueError, match=r"holds parameters alone.*train .*/mean --workdir NEW"):
+    with pytest.raises(ValueError, match=r"contains only parameters.*train .*/mean --workdir NEW"):
         run(recipe, tmp_path / "mean", data_dir=tmp_path, visible=False)
     assert {path.name for path in (tmp_path / "mean").iterdir()} == before
 

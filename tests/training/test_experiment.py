@@ -84,7 +84,7 @@ WRONG = [
         "training.learning_rate.value=1",
         r"'learning_rate'\. Use training\.optimizer\.learning_r",
     ),
-    (PLAIN, "num_heads=2", "write model.encoder.runs.0.block.self_mixer.num_heads or model.decod"),
+    (PLAIN, "num_heads=2", "Use model.encoder.runs.0.block.self_mixer.num_heads or model.decod"),
     (PLAIN, "training.steps=many", "training.steps=many: expected int"),
     (PLAIN, "training.steps=" + "1" * 5000, "training.steps=1{57}…: expected int"),
     (PLAIN, "training.steps=" + "(" * 9000, r"training.steps=\({57}…: exp"),
@@ -208,7 +208,7 @@ def test_auto_is_the_dtype_of_the_platform_and_is_kept_when_a_run_continues(tmp_
     given = override(experiment(encoder()), "model.dtype=auto")
     assert resolve_dtype(given.model, "gpu").dtype == "bfloat16"
     with pytest.raises(
-        ValueError, match=r"Encoder: dtype is 'auto', .* model=models\.resolve_dtype\(model\)"
+        ValueError, match=r"Encoder: dtype is 'auto', .* Use models\.resolve_dtype\(model\)"
     ):
         abstract_variables(given.model, *given.example)
     on_cpu = find_dtype(given, tmp_path)
@@ -290,7 +290,7 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     for other, path in (
         (experiment(optimizer=AdamW(b1=0.5)), r"training\.optimizer"),
         (replace(recipe, model=replace(recipe.model, tied=True)), r"model\.tied"),
-        (replace(recipe, data=replace(recipe.data, seed=4)), r"data\.seed was 0 and is 4"),
+        (replace(recipe, data=replace(recipe.data, seed=4)), r"data\.seed was 0 and is now 4"),
     ):
         with pytest.raises(ValueError, match=f"holds another run: {path}"):
             check_same_run(other, tmp_path)
