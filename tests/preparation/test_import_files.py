@@ -733,7 +733,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(
-            OSError, match=r"File too large; files that were finished are kept: '.*/prepared"
+            OSError, match=r"File too large\. Files that were finished are kept: '.*/prepared"
         ):
             prepare("my_lines", prepared, evaluation_splits=(), log=quiet)
     finally:

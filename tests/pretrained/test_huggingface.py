@@ -128,7 +128,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
             r"shared.weight has the shape \(384, 20\) instead of \(400, 20\)",
         ),
         (CONFIG, {"model_type": "umt5"}, "encoder.block.1.*relative_attention_bias"),
-        (GENERATION, {"pad_token_id": 2}, "pad_token_id is 2, but it is 0 in config\.json"),
+        (GENERATION, {"pad_token_id": 2}, r"pad_token_id is 2, but it is 0 in config\.json"),
         (
             GENERATION,
             {"pad_token_id": [0, 2]},
