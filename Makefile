@@ -41,6 +41,7 @@ test: lint types tests  ## lint, types and the test suite
 lint: $(STAMP)  ## format, lint, the direction of imports between packages, and circles of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	! git grep -n "fmt: skip" -- '*.py'
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tools.import_circles
 

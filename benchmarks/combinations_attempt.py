@@ -148,7 +148,10 @@ class Attempt:
         written = files_of(self.place) - {log, code}
         if written:
             names = sorted(map(str, written))[:3]
-            raise WrongError(f"training refused its settings, but wrote {names}: {last_line(log)}")
+            raise WrongError(
+                f"The command refused the settings, but it wrote the files {names}: "
+                f"{last_line(log)}"
+            )
         self.notes["refusal"] = last_line(log)
         return False
 

@@ -34,10 +34,10 @@ FIELDS: dict[str, Any] = {
 def variants_table() -> str:
     """Returns the table in Markdown, with a row for every alignment and mixer."""
     lines = [
-        f"The table shows the costs of one layer with d_model {D_MODEL}, {HEADS} heads of {HEAD_DIM} "
-        f"and {LENGTH} tokens in float32. For an alignment, the layer is an `Attention` with this "
-        "alignment. FLOPs include only matrix products. *Cache* is the size of the cache that a "
-        f"decoder keeps per example after {LENGTH} tokens.",
+        f"The table shows the costs of one layer with d_model {D_MODEL}, {HEADS} heads of "
+        f"{HEAD_DIM} and {LENGTH} tokens in float32. For an alignment, the layer is an `Attention` "
+        "with this alignment. FLOPs include only matrix products. *Cache* is the size of the cache "
+        f"that a decoder keeps per example after {LENGTH} tokens.",
         "",
         "| | what it is | parameters | MFLOPs a token | cache, KB | not for |",
         "| --- | --- | ---: | ---: | ---: | --- |",

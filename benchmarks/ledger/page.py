@@ -50,7 +50,7 @@ explains other abbreviations.
 
 - The first number of a row is the mean over all seeds ± its standard error.
 - *Difference from V* is the mean difference ± its standard error. Each run is compared with the run
-  of V that has the same seed. If some seeds are missing, the number of pairs of runs is in brackets.
+  of V that has the same seed. If some seeds are missing, brackets give the number of pairs of runs.
   The two runs of a pair may have been made on different devices, a CPU and a GPU.
 - *In the paper* is the difference that the paper reports.
 - *Verdict* compares the sign of our difference with the sign of the paper's difference. The number

@@ -116,8 +116,8 @@ class Alignment(nn.Module):
         name = next((name for name in self.linear_in if name in params), None)
         if name is None:
             raise ValueError(
-                f"{type(self).__name__} has no parameter that scales its logits, so a mixture that "
-                "contains it cannot start as the model without it."
+                f"{type(self).__name__} has no parameter that scales its logits. A mixture that "
+                "contains it would therefore change the results of the model from the start."
             )
         return {**params, name: jax.tree.map(lambda x: x * factor, params[name])}
 

@@ -74,8 +74,8 @@ class DataConfig:
             if not fits:
                 raise ValueError(
                     f"data.buckets contains ({inputs}, {targets}), but the first number must be "
-                    f"{shortest} to data.inputs_length ({self.inputs_length}), and the second 1 to "
-                    f"data.targets_length ({self.targets_length})."
+                    f"{shortest} to data.inputs_length ({self.inputs_length}), and the second "
+                    f"number must be 1 to data.targets_length ({self.targets_length})."
                 )
         if self.classes and (self.targets_length != 1 or self.pack):
             raise ValueError(

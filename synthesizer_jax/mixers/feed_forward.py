@@ -306,8 +306,8 @@ class SentenceFeedForward(Mixer):
         is_plain = mask.band == (None, 0) and mask.prefix_lengths is None and mask.allowed is None
         if not cross and self.causal and not is_plain:
             raise ValueError(
-                "SentenceFeedForward: causal=True needs a plain causal mask, as decoders have it. "
-                "In encoders, leave causal out."
+                "SentenceFeedForward: causal=True needs a plain causal mask, such as the mask of a "
+                "decoder. In encoders, leave causal out."
             )
         if self.separate_heads and self.num_heads is None:
             raise ValueError(

@@ -183,8 +183,8 @@ class Adapted(Trainable[Model]):
         if not self.updates:
             hint = did_you_mean(lora.targets, paths) or f". One of the paths is {min(paths)!r}."
             raise ValueError(
-                f"training.adapters: {lora.targets!r} matches no kernel{hint} A pattern must match a "
-                "whole path."
+                f"training.adapters: {lora.targets!r} matches no kernel{hint} A pattern must match "
+                "a whole path."
             )
 
     def abstract(self) -> tuple[Variables, PyTree]:

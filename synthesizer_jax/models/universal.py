@@ -53,7 +53,7 @@ class UniversalStack(Stack):
         return [block] * self.num_layers
 
     def _scan(self, *arguments: object) -> jax.Array:
-        """Raises a `ValueError`, because a scan cannot stack the parameters that all steps share."""
+        """Raises a `ValueError`, because a scan cannot stack parameters that all steps share."""
         raise ValueError(
             "UniversalStack: all steps share their parameters, so they cannot be scanned. Set "
             "scan=False."

@@ -358,7 +358,7 @@ def _example_arguments(
 
 
 def _parts(config: object) -> Iterator[object]:
-    """Yields a configuration, the values of its fields, and recursively the parts of these values."""
+    """Yields a configuration, the values of its fields, and recursively the parts of the values."""
     yield config
     children: Iterable[object] = ()
     if is_config(config):

@@ -71,8 +71,8 @@ def open_pretrained(
 
     if variant is not None and (is_adapter(source) or is_run(source) or is_of_t5x):
         raise ValueError(
-            f"variant={variant!r} is only for folders of transformers with a model, and {source} "
-            "is not such a folder. Leave it out."
+            f"variant={variant!r} is only for models that transformers has saved, but {source} is "
+            "not such a model. Leave the variant out."
         )
     if is_adapter(source):
         with open_pretrained(
@@ -120,8 +120,8 @@ def _check_file(path: pathlib.Path) -> None:
         head = file.read(16)
     if head.startswith(b"GGUF"):
         raise ValueError(
-            f"{path} is a GGUF file, which cannot be read. Give the folder of the model from which "
-            "it was made, as transformers saves it."
+            f"{path} is a GGUF file, which cannot be read. Give the folder of the original "
+            "model, in the format of transformers."
         )
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")

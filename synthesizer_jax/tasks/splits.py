@@ -243,7 +243,7 @@ def open_stream(
         if hidden and (words or is_answered or hidden == len(examples)):
             raise ValueError(
                 f"{examples.name} has {hidden:,} targets that {HIDDEN}. Choose a data.split whose "
-                "answers are known, or leave such rows out."
+                "answers are known, or remove the rows without answers."
             )
         members[name] = Member(rates[name], examples, objective)
     return Stream(config, members, vocabulary=vocabulary, ids=ids, shards=shards, saved=saved)

@@ -151,7 +151,7 @@ class Task:
         return None if directory is None else stored.describe_split(self.dataset, directory, split)
 
     def is_labeled(self, example: Example) -> bool:
-        """Returns whether the answer to a preprocessed row is known. Most test splits hide answers."""
+        """Returns whether the answer to a preprocessed row is known. Test splits often hide it."""
         return postprocessors.is_labeled(example)
 
     def postprocess(

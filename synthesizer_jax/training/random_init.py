@@ -114,7 +114,13 @@ class _Part:
     def __call__(self, *args: jax.Array) -> list[jax.Array]:
         """Computes the outputs from values of the inputs, equation by equation."""
         env = dict(zip(self.inputs, args, strict=True))
-        read = lambda value: value.val if isinstance(value, jex_core.Literal) else env[value]
+
+        def read(value: jex_core.Var | jex_core.Literal) -> Any:
+            """Returns the value of an input of an equation."""
+            if isinstance(value, jex_core.Literal):
+                return value.val
+            return env[value]
+
         for eqn in self.equations:
             params = eqn.primitive.get_bind_params(eqn.params)
             results = eqn.primitive.bind(*map(read, eqn.invars), **params)

@@ -171,8 +171,8 @@ def find_prepared(
     """
     if missing := missing_preparation(experiment, data_dir, trains=trains, only=only):
         raise FileNotFoundError(
-            f"The mixture {experiment.data.mixture} is not prepared in {data_dir} as the run reads "
-            "it, or it has changed since. Run "
+            f"The mixture {experiment.data.mixture} is not prepared in {data_dir} with the "
+            "settings of this run, or it has changed since it was prepared. Run "
             f"'{shlex.join(['synthesizer-jax', *missing])}', or call "
             "preparation.experiment.prepare_data(experiment, data_dir) in Python."
         )

@@ -95,8 +95,8 @@ def test_every_checkpoint_and_each_tasks_best(place):
     [
         (
             *("eval", "--task glue_rte_v2", ValueError),
-            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\? Its "
-            "tasks are .*multi30k_en_de",
+            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\? "
+            "Its tasks are .*multi30k_en_de",
         ),
         (
             *("eval", "--task super_glue_record_v102 --split test", FileNotFoundError),
@@ -104,8 +104,8 @@ def test_every_checkpoint_and_each_tasks_best(place):
         ),
         (
             *("predict", f"{RTE} --split tset", FileNotFoundError),
-            r"'tset' in .*\. Choose train or validation or test with --split or evaluation\.split\. "
-            r"Import .* with",
+            r"'tset' in .*\. Choose train or validation or test with --split or evaluation\.split"
+            r"\. Import .* with",
         ),
     ],
 )

