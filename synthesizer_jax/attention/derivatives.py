@@ -65,21 +65,26 @@ def with_gradient(
     @jax.custom_vjp
     def call(inputs: PyTree) -> _Output:
         """Returns the output. JAX calls this function if no derivative is taken."""
-        return platform_dependent(inputs, default=forward)[0]
+        return _opaque(forward, inputs)[0]
 
     def forward_pass(inputs: PyTree) -> tuple[_Output, PyTree]:
         """Returns the output, and the arrays that are saved for the backward pass."""
-        out, residuals = platform_dependent(inputs, default=forward)
+        out, residuals = _opaque(forward, inputs)
         if name is not None:
             out, residuals = checkpoint_name((out, residuals), name)
         return out, (inputs, out if reads_output else None, residuals)
 
     def backward_pass(saved: PyTree, dout: PyTree) -> tuple[PyTree]:
         """Returns the cotangents of the inputs."""
-        return (platform_dependent(*saved, dout, default=backward),)
+        return (_opaque(backward, *saved, dout),)
 
     call.defvjp(forward_pass, backward_pass)
     return lambda inputs: call(jax.tree.map(_reverse_only, inputs))
+
+
+def _opaque(function: Callable[..., PyTree], *args: PyTree) -> Any:
+    """Calls a function that JAX cannot look into, which is the same function on all platforms."""
+    return platform_dependent(*args, default=function)
 
 
 def platform_dependent(
@@ -99,7 +104,7 @@ def platform_dependent(
       *args: the arguments, pytrees of arrays.
       default: the function for all other platforms.
       kernels: functions by platform that the compiler cannot divide over devices; see
-        `on_every_device`.
+        `on_every_device`. A kernel takes precedence over an implementation for the same platform.
       **implementations: functions by platform that the compiler can divide over devices.
 
     Raises:
@@ -118,7 +123,7 @@ def platform_dependent(
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     others = {name: _Implementation(flat(function)) for name, function in implementations.items()}
     for name, kernel in (kernels or {}).items():
-        others[name] = _Implementation(flat(on_every_device(kernel)), needs_mesh=not has_mesh)
+        others[name] = _Implementation(flat(on_every_device(kernel)), lacks_mesh=not has_mesh)
     results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=tuple(others.items()))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -148,12 +153,12 @@ class _Implementation(NamedTuple):
 
     Attributes:
       function: a function that maps arrays to a list of arrays.
-      needs_mesh: whether the function is a kernel that was created while no mesh was set. A
-        kernel that was created without a mesh cannot be divided over several devices.
+      lacks_mesh: whether the function is a kernel that was created while no mesh was set. Such a
+        kernel cannot be divided over several devices.
     """
 
     function: Callable[..., list[jax.Array]]
-    needs_mesh: bool = False
+    lacks_mesh: bool = False
 
 
 _Implementations: TypeAlias = tuple[tuple[str, _Implementation], ...]
@@ -212,7 +217,7 @@ def _lower_on(platform: str) -> Callable[..., Sequence[Any]]:
 
     def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Sequence[Any]:
         implementation = dict(params["others"]).get(platform)
-        if implementation is not None and implementation.needs_mesh:
+        if implementation is not None and implementation.lacks_mesh:
             _check_one_device(ctx, platform)
         return lower(ctx, *args, **params)
 

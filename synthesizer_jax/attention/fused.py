@@ -1,7 +1,7 @@
 """The fused route computes attention without an array ``[batch, heads, q, k]``.
 
 Neither the forward pass nor the backward pass stores all logits. Only one tile of the logits exists
-at a time. In the loop of this module, a tile holds all logits of one head and one example. In a
+at a time. In the loop of `fused_loop`, a tile holds all logits of one head and one example. In a
 Pallas kernel, a tile holds a part of the logits of one head and one example. With logits S, the
 forward pass computes for each tile::
 
@@ -19,32 +19,22 @@ rounding of the logarithm to float32 loses digits if logits are in the hundreds.
 The fused route has one implementation for each kind of device:
 
 * TPUs run the Pallas kernels of `fused_tpu`. NVIDIA's GPUs run the Pallas kernels of `fused_gpu`.
-* CPUs run `loop_forward` and `loop_backward`. Other devices run the same loops if no kernel can
-  take the inputs. The outer loop runs over the heads, and the inner loop runs over the examples. A
-  bias that the examples share is therefore computed once per head, and the gradient of the bias is
-  summed over the batch in place.
-* GPUs that run the loop compute all heads of an example at once, as batched matrix products.
+* CPUs run the loop of `fused_loop`. Other devices run the same loop if no kernel can take the
+  inputs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
-import operator
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
 from synthesizer_jax.attention.explanations import warn_once
 from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
-from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.mesh_axes import match_varying_axes
+from synthesizer_jax.attention.fused_loop import loop_backward, loop_forward
 from synthesizer_jax.attention.packed import with_segment_positions
 from synthesizer_jax.attention.terms import (
     Call,
@@ -54,14 +44,9 @@ from synthesizer_jax.attention.terms import (
     Static,
     Term,
     Terms,
-    cap_logits,
-    clear_padding,
     cut_diagonals,
-    expand_diagonals,
-    logits_dtype,
     uses_segment_positions,
 )
-from synthesizer_jax.base.typing import PyTree
 
 _CUDA = "cuda"
 
@@ -70,7 +55,6 @@ CHECKPOINT_NAME = "attention"
 
 
 _Term = TypeVar("_Term", bound=Term)
-_Tree = TypeVar("_Tree")
 
 
 class Options(NamedTuple):
@@ -183,8 +167,7 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
       platform: ``tpu`` or ``gpu``.
     """
     kernels = _kernels(_CUDA if platform == "gpu" else platform)
-    why: str | None = kernels.obstacle(fused_inputs(call))
-    return why
+    return kernels.obstacle(fused_inputs(call))
 
 
 def fused_options(call: Call, inputs: FusedInputs) -> Options:
@@ -194,14 +177,42 @@ def fused_options(call: Call, inputs: FusedInputs) -> Options:
     return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
 
 
-def _kernels(platform: str) -> ModuleType:
+class _Kernels(Protocol):
+    """The functions that a module with the kernels of a platform has."""
+
+    def obstacle(self, inputs: FusedInputs) -> str | None:
+        """Explains why the kernels cannot take the inputs, or returns None if they can."""
+
+    def forward(
+        self, q_length: int, query_offset: int, soft_cap: float | None, inputs: FusedInputs
+    ) -> tuple[jax.Array, SoftmaxStats]:
+        """Computes the results of `fused_forward`."""
+
+    def backward(
+        self,
+        query_offset: int,
+        soft_cap: float | None,
+        inputs: FusedInputs,
+        stats: SoftmaxStats,
+        delta: jax.Array,
+        dout: jax.Array,
+    ) -> FusedInputs:
+        """Computes the results of `fused_backward`."""
+
+
+def _kernels(platform: str) -> _Kernels:
     """Returns the module with the kernels of a platform.
 
     The module is imported only when a kernel is needed, because it imports Pallas. Calls with short
     rows need no kernel and therefore no Pallas.
     """
-    suffix = "gpu" if platform == _CUDA else platform
-    return importlib.import_module(f"{__package__}.fused_{suffix}")
+    if platform == "tpu":
+        from synthesizer_jax.attention import fused_tpu
+
+        return fused_tpu
+    from synthesizer_jax.attention import fused_gpu
+
+    return fused_gpu
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -214,9 +225,9 @@ def fused_forward(
     are therefore traced only once.
     """
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
+    # GPUs compute all heads of an example in parallel, unless they have a kernel for these inputs.
+    # `platform_dependent` prefers a kernel to other implementations.
     parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
-
-    # A GPU without a kernel for these inputs still computes all heads of an example in parallel.
     kernels = {
         name: functools.partial(
             _kernels(name).forward, q_length, options.query_offset, options.soft_cap
@@ -316,469 +327,3 @@ def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Arr
       dtype: the dtype of the sum.
     """
     return jnp.sum(g.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
-
-
-def map_heads(
-    function: Callable[..., PyTree],
-    heads: int,
-    args: tuple[PyTree, ...],
-    axes: tuple[int, ...],
-    out_axes: tuple[int, ...],
-    *,
-    parallel: bool,
-) -> Any:
-    """Applies a function of one head to all heads.
-
-    Args:
-      function: a function of one head, whose arguments and results lack the axis of heads.
-      heads: the number of heads.
-      args: the arguments, pytrees of arrays with an axis of heads.
-      axes: the axis of heads of each argument.
-      out_axes: the axis of heads of each result.
-      parallel: whether to compute all heads at once with `jax.vmap`, or one after another in a
-        loop.
-    """
-    if parallel:
-        return jax.vmap(function, axes, out_axes)(*args)
-
-    def head(j: int | jax.Array) -> PyTree:
-        """Returns the results for head j."""
-
-        def take(axis: int, x: jax.Array) -> jax.Array:
-            """Returns the entry of head j, without the axis of heads."""
-            return lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
-
-        return function(*_map_with_axis(take, axes, args))
-
-    def add_head(j: jax.Array, totals: PyTree) -> PyTree:
-        """Writes the results for head j into the arrays of all heads."""
-
-        def put(axis: int, total: jax.Array, x: jax.Array) -> jax.Array:
-            """Returns the array of all heads with the entry of head j."""
-            return lax.dynamic_update_index_in_dim(total, x, j, axis)
-
-        return _map_with_axis(put, out_axes, totals, head(j))
-
-    def empty(axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns an array with room for the results of all heads, given the shape for one head."""
-        return jnp.empty((*x.shape[:axis], heads, *x.shape[axis:]), x.dtype)
-
-    # The loop writes the results in place. `lax.map` would stack the heads along the first axis,
-    # and moving the axis of heads to its position would copy all results.
-    totals = _map_with_axis(empty, out_axes, jax.eval_shape(head, 0))
-    return lax.fori_loop(0, heads, add_head, match_varying_axes(totals, args)[0])
-
-
-def _map_with_axis(
-    function: Callable[..., PyTree], axes: tuple[int, ...], *trees: PyTree
-) -> PyTree:
-    """Applies ``function(axis, *leaves)`` to the leaves of pytrees.
-
-    Each pytree is a tuple. Each entry of the tuple has its own axis.
-    """
-
-    def map_tree(axis: int, *parts: PyTree) -> PyTree:
-        """Applies the function with one axis to the leaves of one entry of each pytree."""
-        return jax.tree.map(functools.partial(function, axis), *parts)
-
-    return jax.tree.map(map_tree, axes, *trees)
-
-
-class _LoopContext(NamedTuple):
-    """The arrays and options that all tiles of `loop_forward` or `loop_backward` share.
-
-    Attributes:
-      mask: the mask of all heads; see `_mask_of_heads`.
-      real: two bool arrays that are true for real queries ``[b, q]`` and for real keys ``[b, k]``,
-        or None. Padding is cleared, because a NaN in padding must not reach other rows.
-      positions: `FusedInputs.positions`.
-      lengths: the numbers of queries and keys.
-      soft_cap: the argument `soft_cap` of `attend`.
-    """
-
-    mask: Mask
-    real: tuple[jax.Array | None, jax.Array | None]
-    positions: tuple[jax.Array, jax.Array] | None
-    lengths: tuple[int, int]
-    soft_cap: float | None
-
-
-def loop_forward(
-    q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
-) -> tuple[jax.Array, SoftmaxStats]:
-    """Computes the output and the row statistics, in tiles of one head and one example.
-
-    Args:
-      q_length: the number of queries.
-      inputs: the inputs of the fused route.
-      soft_cap: the argument `soft_cap` of `attend`.
-      parallel: whether all heads of an example are computed at once.
-
-    Returns:
-      The output ``[b, q, h, e]``, and the statistics that `loop_backward` needs.
-    """
-    products, biases, values, _, positions = inputs
-    batch, k_length, heads, _ = values.shape
-    dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
-    mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.uncleared(q_length, k_length)
-    context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
-
-    def head(
-        products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
-    ) -> tuple[jax.Array, SoftmaxStats]:
-        """Returns the output ``[b, q, e]`` and the statistics ``[b, q, 1]`` of one head."""
-        # The sum of the biases has the shape [q, k]. The examples share the sum, so it is computed
-        # once per head.
-        bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
-
-        def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
-            """Returns the output ``[q, e]`` and the statistics ``[q, 1]`` of example i."""
-            return _tile_forward(context, bias, products, values, allowed, i, dtype)
-
-        results: tuple[jax.Array, SoftmaxStats] = lax.map(example, jnp.arange(batch))
-        return results
-
-    args = (products, biases, values, allowed)
-    out, stats = map_heads(head, heads, args, (2, 0, 2, 1), (2, 2), parallel=parallel)
-    return out, stats
-
-
-def _tile_forward(
-    context: _LoopContext,
-    bias: jax.Array | None,
-    products: Products,
-    values: jax.Array,
-    allowed: jax.Array | None,
-    i: jax.Array,
-    dtype: jnp.dtype,
-) -> tuple[jax.Array, SoftmaxStats]:
-    """Computes one tile of `loop_forward`.
-
-    Args:
-      context: the arrays and options that all tiles share.
-      bias: the sum of the head's biases, ``[q, k]``, or None.
-      products: the head's products, with an axis of examples.
-      values: the head's values, ``[b, k, e]``.
-      allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
-      i: the number of the example.
-      dtype: the dtype of logits and sums.
-
-    Returns:
-      The output ``[q, e]``, and the statistics ``[q, 1]`` of each row.
-    """
-    products, tile_values, positions = _select((products, values, context.positions), i)
-    queries, keys = _select(context.real, i)
-    products, tile_values = clear_padding(products, tile_values, queries, keys)
-    mask = _select_mask(context.mask, allowed, i)
-
-    # S = Σ terms, [q, k]. S is -inf for the keys that the mask forbids.
-    logits = _logits(
-        bias,
-        products,
-        lengths=context.lengths,
-        positions=positions,
-        soft_cap=context.soft_cap,
-    )
-    logits = _mask_logits(logits, mask)
-
-    # c = max_k S. The maximum c is 0 in rows without keys, because -inf - (-inf) would be NaN.
-    row_max = jnp.max(logits, axis=-1, keepdims=True)
-    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-
-    # E = exp(S - c) and l = Σ_k E. E is rounded to the dtype of V before it is summed. The rounded
-    # weights, which are multiplied by V, therefore sum to one.
-    weights = jnp.exp(logits - row_max).astype(values.dtype)
-    row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
-    is_nonzero = row_sum > 0
-    if queries is not None:
-        is_nonzero = is_nonzero & queries[:, None]
-    inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
-
-    # O = (E V) / l
-    out = jnp.matmul(weights, tile_values, preferred_element_type=dtype) * inverse_row_sum
-    stats = SoftmaxStats(row_max.astype(dtype), inverse_row_sum.astype(dtype))
-    return out.astype(values.dtype), stats
-
-
-def loop_backward(
-    inputs: FusedInputs,
-    stats: SoftmaxStats,
-    delta: jax.Array,
-    dout: jax.Array,
-    *,
-    soft_cap: float | None = None,
-    parallel: bool = False,
-) -> FusedInputs:
-    """Returns the cotangents of the inputs, in tiles of one head and example.
-
-    The weights ``P = exp(S - c) / l`` are recomputed from the statistics. With the output
-    ``O = P V``::
-
-      dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  δ = Σ_e dO ∘ O = Σ_k P ∘ dP
-
-    Args:
-      inputs: the inputs of the forward pass.
-      stats: c and 1 / l, as `loop_forward` returned them.
-      delta: δ, ``[b, q, h, 1]``, from `softmax_vjp_delta`.
-      dout: the cotangent dO of the output, ``[b, q, h, e]``.
-      soft_cap: the argument `soft_cap` of `attend`.
-      parallel: whether all heads of an example are computed at once.
-    """
-    q_length = dout.shape[1]
-    products, biases, values, _, positions = inputs
-    batch, k_length, heads, _ = values.shape
-    mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.uncleared(q_length, k_length)
-    context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
-    make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
-
-    # The examples share a factor if its batch axis has the size 1. The scan sums the cotangents of
-    # shared factors, in the precision of the logits, and stacks the cotangents of other factors.
-    is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
-
-    def head(
-        products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
-    ) -> tuple[Products, Biases, jax.Array]:
-        """Returns the cotangents of one head's products, biases and values.
-
-        `rest` contains the values, the statistics, δ and dO of the head.
-        """
-        # For `Relative` terms, `bias_vjp` sums the cotangent of the logits along the diagonals.
-        bias, bias_vjp = jax.vjp(make_bias, biases)  # [q, k]
-        leaves, treedef = jax.tree.flatten(products)
-
-        def add_example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-            """Adds the cotangents of example i to the sums.
-
-            The second result contains the cotangents of the arrays that the examples do not share.
-            """
-            dbias, dproducts, dvalues = _tile_backward(context, bias, products, rest, allowed, i)
-            shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
-            return jax.tree.map(_add_to, sums, (dbias, shared)), (unshared, dvalues)
-
-        zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
-        init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
-        (dbias, shared), (unshared, dvalues) = lax.scan(add_example, init, jnp.arange(batch))
-
-        # A summed cotangent has no batch axis, so a batch axis of size 1 is added. A stacked
-        # cotangent has a batch axis already.
-        dleaves = [
-            d if total is None else total[None].astype(x.dtype)
-            for total, d, x in zip(shared, unshared, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, dleaves), bias_vjp(dbias)[0], dvalues
-
-    args = products, biases, allowed, values, stats, delta, dout
-    cotangents = map_heads(head, heads, args, (2, 0, 1, 2, 2, 2, 2), (2, 0, 2), parallel=parallel)
-    return inputs.cotangents(*cotangents)
-
-
-def _tile_backward(
-    context: _LoopContext,
-    bias: jax.Array | None,
-    products: Products,
-    rest: PyTree,
-    allowed: jax.Array | None,
-    i: jax.Array,
-) -> tuple[jax.Array | None, Products, jax.Array]:
-    """Computes one tile of `loop_backward`, whose docstring contains the formulas.
-
-    Args:
-      context: the arrays and options that all tiles share.
-      bias: the sum of the head's biases, ``[q, k]``, or None.
-      products: the head's products, with an axis of examples.
-      rest: the head's values ``[b, k, e]``, statistics and δ ``[b, q, 1]``, and dO ``[b, q, e]``.
-      allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
-      i: the number of the example.
-
-    Returns:
-      The cotangents of the bias, of the example's products, and of the example's values ``[k, e]``.
-    """
-    make_logits = functools.partial(
-        _logits,
-        lengths=context.lengths,
-        positions=_select(context.positions, i),
-        soft_cap=context.soft_cap,
-    )
-    values, (row_max, inverse_row_sum), delta, dout = _select(rest, i)
-    products, values = clear_padding(_select(products, i), values, *_select(context.real, i))
-    logits, logits_vjp = jax.vjp(make_logits, bias, products)
-
-    # P = exp(S - c) / l, [q, k]. P is zero in the rows of padding queries, because 1 / l is zero
-    # for a padding query.
-    logits = _mask_logits(logits, _select_mask(context.mask, allowed, i))
-    weights = jnp.exp(logits - row_max) * inverse_row_sum
-
-    # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
-    dlogits = weights * (_matmul_nt(dout, values) - delta)
-
-    # The gradient passes through the soft cap to the bias [q, k] and to the example's factors.
-    dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
-
-    # dV = Pᵀ dO
-    dvalues = _matmul_tn(weights.astype(dout.dtype), dout).astype(values.dtype)
-    return dbias, dproducts, dvalues
-
-
-def _add_to(total: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the sum of a total and an array, in the dtype of the total."""
-    return total + x.astype(total.dtype)
-
-
-def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
-    """Divides arrays by a flag into two lists of equal length, with None for absent arrays."""
-    pairs = list(zip(xs, flags, strict=True))
-    return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]
-
-
-def _select(tree: _Tree, i: jax.Array) -> _Tree:
-    """Returns example i of arrays ``[b or 1, ...]``, without the batch axis."""
-    example: _Tree = jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else i, keepdims=False), tree
-    )
-    return example
-
-
-def _select_mask(mask: Mask, allowed: jax.Array | None, i: jax.Array) -> Mask:
-    """Returns the mask of example i, with the head's own pattern if `allowed` is not None."""
-    if allowed is not None:
-        mask = dataclasses.replace(mask, allowed=allowed)
-    return mask.map_arrays(lambda _, x: _select(x, i))
-
-
-def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array | None]:
-    """Returns the mask of all heads, and the patterns of single heads or None.
-
-    If heads have different patterns, the second result has the shape ``[b or 1, h, q, k]``. The
-    segments of packed rows become a pattern of pairs. If the loop compared the segments of queries
-    and keys, XLA's CPU backend could not vectorize the exponential.
-    """
-    mask = inputs.mask
-    if mask.query_segments is not None:
-        mask = Mask(allowed=mask.pairs(q_length, inputs.values.shape[1]))
-    if mask.allowed is None:
-        return mask, None
-    shared = mask.allowed.shape[1] == 1
-    rest = dataclasses.replace(mask, allowed=mask.allowed[:, 0] if shared else None)
-    return rest, None if shared else mask.allowed
-
-
-def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
-    """Returns the sum of a head's biases, ``[q, k]``, or None if the head has no biases.
-
-    The dtype of the sum is float32 or wider.
-    """
-    parts = [term.logits for term in biases.tables]
-    parts += [expand_diagonals(term.logits, q_length) for term in biases.diagonals]
-    if not parts:
-        return None
-    return functools.reduce(operator.add, [x.astype(logits_dtype(x)) for x in parts])
-
-
-def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
-    """Returns the number of rows of the biases.
-
-    Biases have one row for each query. In packed rows, biases have one row for each position in the
-    longest segment.
-    """
-    if inputs.positions is None:
-        return q_length
-    return inputs.mask.segment_lengths(q_length, inputs.values.shape[1])[0]
-
-
-def _logits(
-    bias: jax.Array | None,
-    products: Products,
-    *,
-    lengths: tuple[int, int],
-    positions: tuple[jax.Array, jax.Array] | None,
-    soft_cap: float | None,
-) -> jax.Array:
-    """Returns the logits ``[q, k]`` of one head and example, before the mask is applied.
-
-    Args:
-      bias: the sum of the head's biases, ``[q, k]``, or None if the head has no biases. If
-        `positions` is not None, the axes of the sum are positions in a segment.
-      products: the factors of this tile, ``[q, r]`` and ``[k, r]``.
-      lengths: the numbers of queries and keys.
-      positions: the positions of queries ``[q]`` and keys ``[k]`` in their segments, or None if the
-        rows are not packed.
-      soft_cap: the argument `soft_cap` of `attend`.
-    """
-    key = jnp.arange(lengths[1]) if positions is None else positions[1]
-    if bias is not None and positions is not None:
-        bias = jnp.take(jnp.take(bias, positions[0], axis=0), key, axis=1)
-    summands = [] if bias is None else [bias]
-    if products.low_rank:
-        # The sum of the products Q Kᵀ of all terms is one product of the concatenated factors.
-        queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
-        keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
-        summands.append(_matmul_nt(queries, keys))
-    for term in products.outer:
-        size = term.b.shape[-1]
-        # logits[q, k] = a[q, k // B] · b[q, k % B]. Products with one-hot matrices look up the
-        # entries of a and b. The products need the highest precision, because a lower precision
-        # would round the entries.
-        exact = lax.Precision.HIGHEST
-        a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
-        b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
-        summands.append(_matmul_nt(term.a, a_one_hot, exact) * _matmul_nt(term.b, b_one_hot, exact))
-    return cap_logits(functools.reduce(operator.add, summands), soft_cap)
-
-
-def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
-    """Returns the logits ``[q, k]`` with -inf for pairs that the mask forbids.
-
-    This function does not mask the rows of padding queries. The weights of padding queries become
-    zero because their `SoftmaxStats.inverse_row_sum` is zero.
-    """
-    pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
-    if pairs is None:
-        return logits
-    return jnp.where(pairs.reshape(pairs.shape[-2:]), logits, -jnp.inf)
-
-
-def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns ``x yᵀ``, ``[q, k]`` in float32 or wider, for x ``[q, r]`` and y ``[k, r]``."""
-    return _matmul(*match_varying_axes(x, y), precision)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
-    """Computes ``x yᵀ``, and its gradient, by matrix products of factors in their own dtypes.
-
-    The cotangent of the product is float32 or wider. Before the gradient multiplies the cotangent
-    by a factor, it rounds the cotangent to the dtype of the factor.
-    """
-    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
-
-
-def _matmul_bwd(
-    precision: lax.PrecisionLike, inputs: tuple[jax.Array, jax.Array], dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of both factors of `_matmul`."""
-    x, y = inputs
-    # dx = dO y
-    dx = jnp.matmul(dout.astype(y.dtype), y, precision=precision, preferred_element_type=dout.dtype)
-    # dy = dOᵀ x
-    dy = _matmul_tn(dout.astype(x.dtype), x, precision)
-    return dx.astype(x.dtype), dy.astype(y.dtype)
-
-
-_matmul.defvjp(lambda x, y, precision: (_matmul(x, y, precision), (x, y)), _matmul_bwd)
-
-
-def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns the product ``xᵀ y``, ``[k, e]`` in float32 or wider.
-
-    The large factor x has the shape ``[q, k]``, and the narrow factor y has the shape ``[q, e]``.
-    The product is computed as ``(yᵀ x)ᵀ``, because XLA's CPU backend takes two to three times as
-    long if it has to transpose a large left factor. The optimization barrier keeps XLA from
-    rewriting ``(yᵀ x)ᵀ`` as ``xᵀ y``.
-    """
-    dims = (((0,), (0,)), ((), ()))
-    transposed = lax.dot_general(
-        y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y)
-    )
-    return lax.optimization_barrier(transposed).T

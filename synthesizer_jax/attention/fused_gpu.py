@@ -179,6 +179,9 @@ def _forward_kernel(
         weights = exp(logits - finite_max[:, None])  # [bq, bk]
         # The factor exp(old maximum - new maximum) rescales the sums to the new maximum.
         rescale = exp(sums.row_max - finite_max)  # [bq]
+        # As in FlashAttention, the sum contains the float32 weights, but the product with V rounds
+        # the weights to the dtype of V. The TPU kernel and the loop sum the rounded weights
+        # instead. The results differ only by rounding errors.
         weighted_sum = sums.weighted_sum * rescale[:, None]  # [bq, e]
         weighted_sum += matmul(weights.astype(values.dtype), values)
         row_sum = sums.row_sum * rescale + jnp.sum(weights, axis=1)  # [bq]

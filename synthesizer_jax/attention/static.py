@@ -42,10 +42,10 @@ from synthesizer_jax.attention.fused import (
     fused_forward,
     fused_inputs,
     fused_options,
-    map_heads,
     softmax_vjp_delta,
 )
 from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.fused_loop import map_heads
 from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable

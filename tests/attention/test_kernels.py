@@ -18,6 +18,7 @@ from synthesizer_jax.attention import (
     fused,
     fused_gpu,
     fused_gpu_geometry,
+    fused_loop,
     fused_tpu,
     fused_tpu_geometry,
     low_rank,
@@ -70,8 +71,8 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bia
 
     forward = functools.partial(kernels.forward, q, offset, soft_cap, interpret=True)
     backward = functools.partial(kernels.backward, offset, soft_cap, interpret=True)
-    loop_forward = functools.partial(fused.loop_forward, q, soft_cap=soft_cap)
-    loop_backward = functools.partial(fused.loop_backward, soft_cap=soft_cap)
+    loop_forward = functools.partial(fused_loop.loop_forward, q, soft_cap=soft_cap)
+    loop_backward = functools.partial(fused_loop.loop_backward, soft_cap=soft_cap)
     return run(forward, backward, inputs), run(loop_forward, loop_backward, inputs)
 
 
