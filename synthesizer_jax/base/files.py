@@ -344,8 +344,8 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
 
     Args:
       path: the file or directory that the user knows.
-      outcome: a clause that says what has been written, such as ``What was finished is kept``.
-        Python appends the path.
+      outcome: a sentence that says what has been written, such as ``Nothing was written``. It has
+        no full stop, because Python appends a colon and the path.
     """
     try:
         yield
@@ -353,7 +353,7 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
         number = _write_error(error)
         if number is None:
             raise
-        reason = f"{os.strerror(number)}. {outcome[:1].upper()}{outcome[1:]}"
+        reason = f"{os.strerror(number)}. {outcome}"
         raise OSError(number, reason, str(path)) from error
 
 

@@ -49,6 +49,8 @@ Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
 class AttentionBase(Mixer):
     """The base class of attention layers, with their fields, projections and caches.
 
+    `Mixer.__call__` checks its arguments and calls `mix`, which computes the layer.
+
     A subclass defines two methods. `_values` makes values from the tokens to attend to, and
     `_attend` computes the weighted sums of the values.
 

@@ -116,7 +116,7 @@ def prepare(
         if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
             log(f"{title}: already prepared")
             continue
-        with name_write_errors(prepared.root, "files that were finished are kept"):
+        with name_write_errors(prepared.root, "Files that were finished are kept"):
             info = _prepare_split(
                 request,
                 prepared,

@@ -137,7 +137,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
             f"copy it (gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/)."
         )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(name_write_errors(data_dir, "no data set was changed"))
+        stack.enter_context(name_write_errors(data_dir, "No data set was changed"))
         data_dir.mkdir(parents=True, exist_ok=True)
         folder = stack.enter_context(temporary_directory(data_dir, ".import"))
         yield folder

@@ -187,7 +187,8 @@ def train(
                 state, metrics = trainer.step(state, batch)
 
             # The rate of a matrix product is measured after the first step, so that the measurement
-            # does not delay the step.
+            # does not delay the step. It reads its results on the host, which users may have
+            # forbidden for the rest of the loop with `jax.transfer_guard`.
             if step == start:
                 jax.block_until_ready(metrics)
                 with log.throughput.pause(), jax.transfer_guard("allow"):

@@ -97,7 +97,7 @@ def run(
             print(f"model.dtype=auto is {experiment.model.dtype}", flush=True)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(name_write_errors(directory, "what was finished is kept"))
+        stack.enter_context(name_write_errors(directory, "Files that were finished are kept"))
         stop = stack.enter_context(StopSignal())
         with stop.region():
             task_registry.add_imported(data_path)

@@ -45,7 +45,9 @@ def test_a_full_disk_is_named(tmp_path, synthetic_data) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large\. What was finished is kept: '.*/run'"):
+        with pytest.raises(
+            OSError, match=r"File too large\. Files that were finished are kept: '.*/run'"
+        ):
             call(train(tmp_path / "run", synthetic_data, "training.steps=2"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
