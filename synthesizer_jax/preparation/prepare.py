@@ -196,7 +196,7 @@ def _prepare_split(
         epochs = before.epochs if before else 1
     old_names = set(before.files) if before else set()
 
-    # Counting the files also checks that the data set can be read.
+    # Counting the files also checks the classes that the data set names.
     files = num_files(task, request.split, prepared)
     needs_lengths, keep_last = _truncation(task, prepared.vocabulary)
     fixed_lengths = dict(lengths or {}) if needs_lengths else None
@@ -343,10 +343,10 @@ def _count_targets(
     vocabulary = job.prepared.vocabulary
     limit = job.targets_length
     sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
-    # A hidden target consists of the token ids of an empty text or of `UNKNOWN`, with or without
-    # EOS.
+    # A hidden target consists of the sentinel, if the task has one, and of the token ids of an
+    # empty text or of `UNKNOWN`, with or without EOS.
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]
-    hidden = {(*text, *sentinel, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
+    hidden = {(*sentinel, *text, *end) for text in texts for end in ((), (vocabulary.eos_id,))}
     longest_hidden = max(map(len, hidden))
     for chunk in chunks:
         ids, ends = chunk.targets

@@ -13,7 +13,13 @@ import tensorflow_datasets as tfds
 from seqio.experimental import add_task_with_sentinels
 
 from synthesizer_jax.base.files import write_atomic
-from synthesizer_jax.data.prepared import Chunk, PreparedExamples, PreparedTasks, RaggedTokens
+from synthesizer_jax.data.prepared import (
+    HIDDEN,
+    Chunk,
+    PreparedExamples,
+    PreparedTasks,
+    RaggedTokens,
+)
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.preparation import prepare as preparing
 from synthesizer_jax.preparation import synthetic
@@ -84,6 +90,12 @@ STEPS = {
     "prepared_silent": [questions, [without_texts, *EOS]],
 }
 NAMES = [*STEPS, f"{BOOLQ}_1_sentinel"]
+FEATURES = {
+    "question": tfds.features.Text(),
+    "passage": tfds.features.Text(),
+    "label": np.int64,
+    "idx": np.int32,
+}
 
 
 def register(folder: pathlib.Path) -> None:
@@ -126,10 +138,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
         {"question": f"is {i} even", "passage": f"{i}.", "label": i % 2, "idx": i}
         for i in range(40)
     ]
-    text = tfds.features.Text()
-    features = {"question": text, "passage": text, "label": np.int64, "idx": np.int32}
     splits = {"train": lambda: rows, "validation": lambda: rows[:9]}
-    write_dataset("super_glue/boolq", "1.0.2", features, splits, folder)
+    write_dataset("super_glue/boolq", "1.0.2", FEATURES, splits, folder)
     register(folder)
     yield folder
     for name in (*STEPS, THEIRS, f"{THEIRS}_1_sentinel"):
@@ -322,6 +332,15 @@ def test_settings_that_change_a_prepared_set_make_it_outdated(own_dir: pathlib.P
     assert not current()
     prepared_in(own_dir, BOOLQ)
     assert current()
+
+
+@pytest.mark.parametrize("name", [BOOLQ, f"{BOOLQ}_1_sentinel"])
+def test_hidden_targets_are_counted_in_every_format(tmp_path: pathlib.Path, name: str) -> None:
+    rows = [{"question": "is it", "passage": "yes.", "label": -1, "idx": i} for i in range(3)]
+    write_dataset("super_glue/boolq", "1.0.2", FEATURES, {"test": lambda: rows}, tmp_path)
+    prepared = PreparedTasks(tmp_path, BYTES)
+    prepare(name, prepared, training_splits=["test"], evaluation_splits=(), log=quiet)
+    assert prepared.find(name, "test").targets[HIDDEN] == 3
 
 
 def test_records_of_tokens_are_read_back_and_checked() -> None:
