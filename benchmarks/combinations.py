@@ -6,7 +6,7 @@
 Every combination of a model and of settings depends only on the seed and its number. The model is
 trained for three steps and killed by SIGKILL. Then the model is trained to the end, evaluated, used
 and exported. A training run may also refuse its settings. If a run refuses its settings, it must
-print one sentence and write nothing. The script compares the following things:
+print its error in one line and write nothing. The script compares the following things:
 
 - A second run that is not killed must read the same batches and have the same losses. If the second
   run has the same settings, all numbers must be equal to the last bit. If the second run has other

@@ -445,12 +445,11 @@ def continue_group(attempts: Sequence[Attempt], log: pathlib.Path, devices: int)
 
     def check_twin(one: Attempt) -> bool:
         """Checks the second run of an attempt."""
-        one.check("twin", ended)
+        one.check("twin", ended_alone if one.has_twin_on_one_device else ended)
         one.compare_with_twin()
         return True
 
     left = passing(attempts, check_used)
     alone = [one for one in left if one.has_twin_on_one_device]
-    if alone:
-        in_child(functools.partial(train_twins, alone), log, 1)
+    ended_alone = in_child(functools.partial(train_twins, alone), log, 1) if alone else ended
     return passing(left, check_twin)

@@ -369,8 +369,8 @@ def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
       peak: the peak rate of the device in FLOP/s, or None if it is not known.
     """
     finished = [row for row in rows if "loss" in row]
-    peers = [row["seconds"] for row in finished if row["name"].startswith("transformers")]
-    base = min(peers, default=None)
+    of_transformers = [row for row in finished if row["name"].startswith("transformers")]
+    base = min((row["seconds"] for row in of_transformers), default=None)
     # The library transformers does not count FLOPs, but it computes the same as the variant *v*.
     vanilla = next((r["flops"] for r in rows if r["name"] == "v" and "flops" in r), None)
     result = []

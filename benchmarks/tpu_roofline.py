@@ -60,7 +60,7 @@ def main() -> None:
         f"{args.batch} rows, d_model is {args.d_model}, and there are {args.heads} heads of "
         f"{args.head_dim}. *GFLOP* and *GB* are the compiler's counts, and *counted* is the number "
         "of GFLOP that follows from the shapes. *share* is the number of bytes relative to the "
-        "einsum.\n\n"
+        "einsum with the same bias.\n\n"
         + report.table(
             rows,
             {

@@ -47,8 +47,8 @@ SOFTWARE = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-al
 INTERRUPTED = ("75", "143", "idle")
 """The states that a host reports if its run must be started again.
 
-The exit code is 75 if the run has saved, and 143 if the run was stopped before it could save. The
-host is idle if the run was lost.
+The exit code is 75 if the run has saved, and 143 if the run had nothing to save. The host is idle
+if the run was lost.
 """
 
 READS_DATA = ("train", "distill", "eval", "predict", "inspect")
@@ -272,8 +272,8 @@ class Pod:
                 "again."
             )
 
-    def _is_running(self, command: Sequence[str]) -> bool:
-        """Starts a run unless it is already running, and returns whether the run is running."""
+    def _ensure_running(self, command: Sequence[str]) -> bool:
+        """Starts a run unless it is running already, and returns whether it runs."""
         if "running" in self.host_states():
             return True
         # On some hosts, a run from before an interruption may still be running, so stop it first.
@@ -292,7 +292,7 @@ class Pod:
                 self.create()
             if not self.wait():
                 continue
-            if not self._is_running(command):
+            if not self._ensure_running(command):
                 continue
             outcome = self.watch()
             if outcome == "interrupted":

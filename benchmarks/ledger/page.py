@@ -185,7 +185,7 @@ def count_runs(table: Table, results: Results) -> str:
     # The description of a device has the form "cpu, 2 cores" or "NVIDIA H200, 16 cores".
     kinds = collections.Counter(device.split(",")[0].split()[-1] for device in devices)
     names = {"cpu": "a CPU", "H200": "an H200"}
-    places = [f"{count} on {names[kind]}" for kind, count in kinds.items()]
+    places = [f"{count} on {names.get(kind, kind)}" for kind, count in kinds.items()]
     seeds = max(map(len, entries))
     return f"Number of seeds: {seeds}. Number of runs: {' and '.join(places)}."
 

@@ -10,7 +10,7 @@ The model has the size of Tensor2Tensor's base model. The model is trained with 
 schedule, and evaluated by greedy decoding.
 
 Hardware: eight accelerators. A smaller model runs on two CPU cores. To choose the smaller model,
-  write ``small`` at the end of the recipe's name, as in ``papers.generation:personachat:d:small``.
+write ``small`` at the end of the recipe's name, as in ``papers.generation:personachat:d:small``.
 """
 
 from __future__ import annotations

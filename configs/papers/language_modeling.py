@@ -121,8 +121,8 @@ def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
     _, mixer = self_attentions(system, size, LENGTH, dot=dot, dropout=0.1)
     (run,) = model.decoder.runs
     block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
-    # Leave out the relative bias if the mixer has no logits, as a convolution, because the bias is
-    # added to logits.
+    # Leave out the relative bias if the mixer has no logits, like a convolution, because the bias
+    # is added to logits.
     bias = None if mixer.bias_heads is None else model.decoder.bias
     decoder = model.decoder.copy(runs=(replace(run, block=block),), bias=bias, dropout_rate=0.1)
     return model.copy(decoder=decoder, vocab_size=VOCAB_SIZE)

@@ -66,8 +66,8 @@ class AttentionContext:
         keys = self.key_span
         if not isinstance(keys.start, int):
             raise ValueError(
-                "The position of the first key must be known when the function is traced, but it "
-                "is traced too."
+                "The position of the first key must not be traced, because it determines the "
+                "shapes of arrays."
             )
 
         last_key = keys.start + keys.length - 1
@@ -78,8 +78,7 @@ class AttentionContext:
         # In self-attention, the queries are at the positions of keys. In cross-attention, `limit`
         # bounds the positions of the queries.
         last_query = last_key if queries.limit is None else queries.limit - 1
-        first_key = 0 if queries.limit is None else keys.start
-        return first_key - last_query, last_key
+        return keys.start - last_query, last_key
 
 
 class Alignment(nn.Module):
@@ -291,8 +290,7 @@ def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
         if end > max_length:
             path = "/".join((type(module).__name__, *module.path))
             raise ValueError(
-                f"{path} has "
-                f"max_length={max_length}, but it was given {end} positions. Set max_length to "
-                f"{end} or more, or shorten the input. If a run starts from a checkpoint, also "
-                "resize its tables with init_rules."
+                f"{path} has max_length={max_length}, but it was given {end} positions. Set "
+                f"max_length to {end} or more, or shorten the input. If a run starts from a "
+                "checkpoint, also resize its tables with init_rules."
             )

@@ -50,9 +50,8 @@ class Dense(Alignment):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         check_length(self, self.max_length, context.query_span, context.key_span)
-        width = self.hidden_dim or context.head_dim
-        hidden = _hidden(queries, width, self.hidden_init, context)  # [b, q, h, e]
-        # If the queries are already projected, their width can differ from `hidden_dim`.
+        # [b, q, h, e]. If the queries are already projected, e can differ from `hidden_dim`.
+        hidden = _hidden(queries, self.hidden_dim or context.head_dim, self.hidden_init, context)
         width = hidden.shape[-1]
         init = self.table_init or Normal(width**-0.5)
         table = self.param(

@@ -114,7 +114,7 @@ class Bilinear(Alignment):
     projection.
 
     Attributes:
-      query_init: initializer of the query kernel ``[d_model, heads · d_model]``. None means a
+      query_init: initializer of the query kernel, as ``[d_model, heads · d_model]``. None means a
         normal distribution with standard deviation 1 / d_model. With this initializer, the logits
         have a variance of about one if the features of tokens have unit variance.
     """

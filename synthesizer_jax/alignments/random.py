@@ -64,10 +64,9 @@ class Random(Alignment):
 class FactorizedRandom(Alignment):
     """An alignment whose logits are a product of two tables of parameters, ``S = R₁ R₂ᵀ``.
 
-    `FactorizedRandom` is the Factorized Random Synthesizer of Tay et al. 2021, section 3.3. The
-    paper uses rank
-    8. The released Mesh-TensorFlow code differs from the paper and gives every query the same
-    logits. This package implements only the form in the paper.
+    `FactorizedRandom` is the Factorized Random Synthesizer of Tay et al. 2021, section 3.3, who use
+    a rank of 8. The released Mesh-TensorFlow code differs from the paper and gives every query the
+    same logits. This package implements only the form in the paper.
 
     Attributes:
       max_length: number of query positions and of key positions.

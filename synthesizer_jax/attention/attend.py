@@ -578,7 +578,7 @@ def check_terms(terms: object, name: str = "attend: terms") -> None:
     if alone and len(terms) > 1:
         raise ValueError(
             f"{name} contains a {type(alone[0]).__name__} term, which cannot be next to other "
-            "terms. Combine the terms with attention.add, or pass this term by itself."
+            "terms. Add logits to a Split with attention.add, and pass a Banded term by itself."
         )
 
 

@@ -54,7 +54,7 @@ class Explanation:
       kept_bytes: the number of bytes that are kept for the backward pass, on all devices together,
         or None if the number was not computed.
       obstacles: the reasons why other routes or kernels do not run. The keys are the names of the
-        routes, or ``kernels``.
+        routes, ``kernels``, or ``engine`` for this package if the route is ``flax``.
     """
 
     route: str

@@ -203,8 +203,8 @@ class _Kernels(Protocol):
 def _kernels(platform: str) -> _Kernels:
     """Returns the module with the kernels of a platform.
 
-    The module is imported only when a kernel is needed, because it imports Pallas. Calls with short
-    rows need no kernel and therefore no Pallas.
+    The module is imported only when the fused route runs, because it imports Pallas, which the
+    reference route does not need.
     """
     if platform == "tpu":
         from synthesizer_jax.attention import fused_tpu

@@ -119,6 +119,17 @@ class _LoopContext(NamedTuple):
     soft_cap: float | None
 
 
+def _make_context(
+    q_length: int, inputs: FusedInputs, soft_cap: float | None
+) -> tuple[_LoopContext, jax.Array | None]:
+    """Returns the context of all tiles, and the patterns of single heads or None."""
+    k_length = inputs.values.shape[1]
+    mask, allowed = _mask_of_heads(q_length, inputs)
+    real = inputs.mask.uncleared(q_length, k_length)
+    lengths = (q_length, k_length)
+    return _LoopContext(mask, real, inputs.positions, lengths, soft_cap), allowed
+
+
 def loop_forward(
     q_length: int, inputs: FusedInputs, *, soft_cap: float | None = None, parallel: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
@@ -133,12 +144,10 @@ def loop_forward(
     Returns:
       The output ``[b, q, h, e]``, and the statistics that `loop_backward` needs.
     """
-    products, biases, values, _, positions = inputs
-    batch, k_length, heads, _ = values.shape
+    products, biases, values, *_ = inputs
+    batch, _, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
-    mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.uncleared(q_length, k_length)
-    context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
+    context, allowed = _make_context(q_length, inputs, soft_cap)
 
     def head(
         products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
@@ -183,15 +192,15 @@ def _tile_forward(
     Returns:
       The output ``[q, e]``, and the statistics ``[q, 1]`` of each row.
     """
-    products, tile_values, positions = _select((products, values, context.positions), i)
+    tile_products, tile_values, positions = _select((products, values, context.positions), i)
     queries, keys = _select(context.real, i)
-    products, tile_values = clear_padding(products, tile_values, queries, keys)
+    tile_products, tile_values = clear_padding(tile_products, tile_values, queries, keys)
     mask = _select_mask(context.mask, allowed, i)
 
     # S = Σ terms, [q, k]. S is -inf for the keys that the mask forbids.
     logits = _logits(
         bias,
-        products,
+        tile_products,
         lengths=context.lengths,
         positions=positions,
         soft_cap=context.soft_cap,
@@ -242,11 +251,9 @@ def loop_backward(
       parallel: whether all heads of an example are computed at once.
     """
     q_length = dout.shape[1]
-    products, biases, values, _, positions = inputs
-    batch, k_length, heads, _ = values.shape
-    mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.uncleared(q_length, k_length)
-    context = _LoopContext(mask, real, positions, (q_length, k_length), soft_cap)
+    products, biases, values, *_ = inputs
+    batch, _, heads, _ = values.shape
+    context, allowed = _make_context(q_length, inputs, soft_cap)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
 
     # The examples share a factor if its batch axis has the size 1. The scan sums the cotangents of
@@ -254,11 +261,11 @@ def loop_backward(
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
 
     def head(
-        products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
+        products: Products, biases: Biases, allowed: jax.Array | None, *operands: PyTree
     ) -> tuple[Products, Biases, jax.Array]:
         """Returns the cotangents of one head's products, biases and values.
 
-        `rest` contains the values, the statistics, δ and dO of the head.
+        `operands` contains the values, the statistics, δ and dO of the head.
         """
         # For `Relative` terms, `bias_vjp` sums the cotangent of the logits along the diagonals.
         bias, bias_vjp = jax.vjp(make_bias, biases)  # [q, k]
@@ -269,7 +276,9 @@ def loop_backward(
 
             The second result contains the cotangents of the arrays that the examples do not share.
             """
-            dbias, dproducts, dvalues = _tile_backward(context, bias, products, rest, allowed, i)
+            dbias, dproducts, dvalues = _tile_backward(
+                context, bias, products, operands, allowed, i
+            )
             shared, unshared = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
             return jax.tree.map(_add_to, sums, (dbias, shared)), (unshared, dvalues)
 
@@ -294,7 +303,7 @@ def _tile_backward(
     context: _LoopContext,
     bias: jax.Array | None,
     products: Products,
-    rest: PyTree,
+    operands: PyTree,
     allowed: jax.Array | None,
     i: jax.Array,
 ) -> tuple[jax.Array | None, Products, jax.Array]:
@@ -304,7 +313,8 @@ def _tile_backward(
       context: the arrays and options that all tiles share.
       bias: the sum of the head's biases, ``[q, k]``, or None.
       products: the head's products, with an axis of examples.
-      rest: the head's values ``[b, k, e]``, statistics and δ ``[b, q, 1]``, and dO ``[b, q, e]``.
+      operands: the head's values ``[b, k, e]``, statistics and δ ``[b, q, 1]``, and dO
+        ``[b, q, e]``.
       allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
       i: the number of the example.
 
@@ -317,9 +327,9 @@ def _tile_backward(
         positions=_select(context.positions, i),
         soft_cap=context.soft_cap,
     )
-    values, (row_max, inverse_row_sum), delta, dout = _select(rest, i)
-    products, values = clear_padding(_select(products, i), values, *_select(context.real, i))
-    logits, logits_vjp = jax.vjp(make_logits, bias, products)
+    values, (row_max, inverse_row_sum), delta, dout = _select(operands, i)
+    tile_products, values = clear_padding(_select(products, i), values, *_select(context.real, i))
+    logits, logits_vjp = jax.vjp(make_logits, bias, tile_products)
 
     # P = exp(S - c) / l, [q, k]. P is zero in the rows of padding queries, because 1 / l is zero
     # for a padding query.

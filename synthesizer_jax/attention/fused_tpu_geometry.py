@@ -47,7 +47,7 @@ def choose_tile_rows(rows: int, columns: int) -> int:
     """Returns the number of rows of a tile, for a matrix of logits with `rows` and `columns`.
 
     A tile has all rows if they fit into `MAX_TILE` logits. Otherwise the number of rows is the
-    largest multiple of `LANES` that fits, and at least `LANES`.
+    largest multiple of `LANES` that fits, but at least `LANES` and at most `rows`.
     """
     columns = max(columns, LANES)  # a row takes at least one whole register
     if rows * columns <= MAX_TILE:

@@ -33,8 +33,7 @@ class _Fields(TypedDict, total=False):
 
 
 _FAR = 2**30
-"""An upper bound on positions and distances, which can be added to a position in int32.
-"""
+"""An upper bound on positions and distances, which can be added to a position in int32."""
 
 CROSS_ATTENTION = (
     "For cross-attention, also pass `queries` to Mask.padded or Mask.packed, or use "

@@ -150,8 +150,8 @@ def relative_buckets(
         num_buckets //= 2
         offset = np.where(n < 0, num_buckets, 0)
         n = np.abs(n)
-    # n is how far the key is before the query. In decoders, keys after the query have the distance
-    # 0.
+    # In encoders, n is now the distance in either direction. In decoders, n is how far the key is
+    # before the query, and keys after the query have the distance 0.
     n = np.maximum(n, 0)
 
     # The first half of the buckets is for single distances 0, 1, 2, …. The second half is for

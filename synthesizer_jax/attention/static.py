@@ -135,7 +135,8 @@ def kernel_obstacle(call: Call) -> str | None:
 
 def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     """Explains why the static TPU kernels cannot take the inputs, or returns None if they can."""
-    from synthesizer_jax.attention import static_tpu  # imports Pallas, which short rows do not need
+    # The import is not at the top, because it imports Pallas, which other routes do not need.
+    from synthesizer_jax.attention import static_tpu
 
     return static_tpu.obstacle(q_length, inputs)
 

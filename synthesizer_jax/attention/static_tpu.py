@@ -79,8 +79,8 @@ def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     heads = heads_per_program(*values.shape[2:])
     if heads > MAX_HEADS:
         return (
-            f"It takes {heads} heads of width {values.shape[3]} to fill whole registers, but the "
-            f"kernels compute at most {MAX_HEADS} heads together."
+            f"No smaller number than {heads} heads of width {values.shape[3]} fills whole "
+            f"registers, but the kernels compute at most {MAX_HEADS} heads together."
         )
     if examples_per_program(values, q_length) < 1:
         return (

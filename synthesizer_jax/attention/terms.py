@@ -509,8 +509,8 @@ def low_rank(
     if rank != key_rank or heads % max(key_heads, 1):
         raise ValueError(
             f"low_rank: the last two axes [heads, r] are {queries.shape[2:]} in queries and "
-            f"{keys.shape[2:]} in keys. r must be the same in both, and the number of heads of the "
-            "keys must divide the number of heads of the queries."
+            f"{keys.shape[2:]} in keys. The rank r must be the same in both, and the number of "
+            "heads of the keys must divide the number of heads of the queries."
         )
     for name, x, tokens in (("queries", queries, token_queries), ("keys", keys, token_keys)):
         if not tokens and x.shape[0] != 1:

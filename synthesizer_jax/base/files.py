@@ -100,11 +100,16 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
     return path if in_bucket(path) else path.absolute()
 
 
+class _UnreadableError(ValueError):
+    """An error of `describing`, which an outer `describing` raises unchanged."""
+
+
 @contextlib.contextmanager
 def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") -> Iterator[None]:
     """Context manager that raises a `ValueError` if the contents of a file cannot be read.
 
-    Errors about missing files and missing permissions are raised unchanged.
+    Errors about missing files and missing permissions are raised unchanged. Inside of another
+    `describing`, only the inner context manager describes an error.
 
     Args:
       path: the path of the file, for the error message.
@@ -116,11 +121,11 @@ def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") ->
     """
     try:
         yield
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError, _UnreadableError):
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0][:250] or type(error).__name__
-        raise ValueError(
+        raise _UnreadableError(
             f"{path} cannot be read: {reason.removesuffix('.')}. {sentence(remedy)}"
         ) from error
 

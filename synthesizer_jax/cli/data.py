@@ -456,8 +456,8 @@ def train_vocabulary(
     rows = itertools.chain.from_iterable(
         read_rows(name, "train", codec, data_dir=directory, count=examples) for name in members
     )
-    sides = (text_of(row, side, codec) for row in rows for side in SIDES)
-    texts = list(filter(None, sides))
+    texts = [text_of(row, side, codec) for row in rows for side in SIDES]
+    texts = [text for text in texts if text]
     train_sentencepiece(texts, output, vocab_size=size)
     typer.echo(f"{output}: {size:,} pieces from {len(texts):,} texts of {', '.join(members)}")
 

@@ -413,6 +413,8 @@ def _unknown_field(value: object, name: str, path: str) -> str:
     if name in OTHER_NAMES:
         return f"{problem}. Use {OTHER_NAMES[name]}."
     fields = fields_of(value)
+    if not fields:
+        return f"{problem}. It has no fields."
     hint = did_you_mean(name, fields) or "."
     return f"{problem}{hint} Its fields are {', '.join(fields)}."
 

@@ -100,8 +100,8 @@ class VirtualShard:
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws = 0
-        # The attribute `_choices` will hold the tasks of the chunk with this number.
-        self._chunk = -1
+        # The attribute `_choices` holds the tasks of this block of draws. No block is drawn yet.
+        self._block = -1
         self.rows: Packer | LengthSorter
         if config.buckets:
             rows = config.batch_size // config.shards
@@ -139,13 +139,13 @@ class VirtualShard:
         """Draws the next `count` examples."""
         drawn = []
         for _ in range(count):
-            chunk, offset = divmod(self._num_draws, CHUNK)
-            # The tasks of a chunk of examples are chosen at once, which is faster than one by one.
-            if chunk != self._chunk:
-                bits = random_bits(self._seed, chunk, count=CHUNK)
+            block, offset = divmod(self._num_draws, CHUNK)
+            # The tasks of a block of draws are chosen at once, which is faster than one by one.
+            if block != self._block:
+                bits = random_bits(self._seed, block, count=CHUNK)
                 # The upper 53 bits of each number give a float64 in [0, 1).
                 uniform = (bits >> np.uint64(11)) * 2.0**-53
-                self._chunk = chunk
+                self._block = block
                 self._choices = np.searchsorted(self._boundaries, uniform, side="right").tolist()
             self._num_draws += 1
             member = self._choices[offset]

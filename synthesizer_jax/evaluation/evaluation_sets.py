@@ -63,7 +63,7 @@ class EvaluationSet:
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
-        """The indices of the examples that have a label. The list may be empty for a test split."""
+        """The indices of the examples that have a label. A test split may have none."""
         return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
 
     def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
@@ -221,9 +221,8 @@ def _stored_rows(task: Task, examples: PreparedExamples, max_examples: int | Non
     """
     # TFDS stores rows in a random order, so the rows of this package's tasks are sorted below.
     # Sorting needs all rows of a split. Texts are not sorted, because they have no indices.
-    is_sorted = task.name in task_registry.TASKS
-    reads_all = is_sorted and not task.is_text
-    stored = examples.rows(None if reads_all else max_examples)
+    is_sorted = task.name in task_registry.TASKS and not task.is_text
+    stored = examples.rows(None if is_sorted else max_examples)
     rows: list[Example] = [
         {**row, "inputs": inputs, "targets": targets}
         for row, (inputs, targets) in zip(stored, iter(examples), strict=False)

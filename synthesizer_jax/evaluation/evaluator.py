@@ -80,7 +80,10 @@ class Evaluator:
             splits = dict.fromkeys(itertools.chain(*stored))
             choice = ""
             if splits:
-                choice = f"Choose {' or '.join(splits)} with --split or evaluation.split. "
+                choice = (
+                    f"Choose {' or '.join(splits)} with --split or evaluation.split, or add the "
+                    "missing split. "
+                )
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}. {choice}{import_remedy(members, prepared.data_dir)}"

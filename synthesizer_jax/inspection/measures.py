@@ -124,8 +124,8 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
         # zero, because zeros do not change the rank.
         num_queries = real[0].sum()
         num_keys = jnp.max(seen[0], initial=0, where=real[0])
-        counted = (jnp.arange(len(real[0])) < num_queries)[:, None] & (jnp.arange(keys) < num_keys)
-        number = jnp.linalg.matrix_rank(jnp.where(counted, logits[0], 0.0).astype(jnp.float32))
+        block = (jnp.arange(len(real[0])) < num_queries)[:, None] & (jnp.arange(keys) < num_keys)
+        number = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
         rank = number / jnp.maximum(jnp.minimum(num_queries, num_keys), 1)
 
     spread = jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None]

@@ -31,7 +31,7 @@ Inspected: TypeAlias = Mapping[str, Any]
 """The type of the result of `inspect_run`, or of the part of the result for one layer."""
 
 MORE_LOCAL = 1.25
-"""A local head has at least this many times the weight near the query that equal weights have."""
+"""A local head has near the query at least this many times the weight that equal weights have."""
 
 SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
 """The limits for calling a head sharp or static, and for the increase of the loss.
@@ -101,7 +101,7 @@ def _sections(inspected: Inspected) -> Iterator[Section]:
         "Layer by layer",
         "How sharp, local and static each layer is. The range over its heads is in parentheses.",
         headings=("layer", "what it does"),
-        rows=[(name, sentence(layer)) for name, layer in layers.items()],
+        rows=[(name, sentences_about(layer)) for name, layer in layers.items()],
         numbers=False,
     )
     yield Section("Heads at a glance", GLANCE, _tiles(_overview(layers)))
@@ -197,7 +197,8 @@ def _summary_of_heads(measures: Mapping[str, Measures]) -> Iterator[str]:
     yield (
         f"A head is sharp if its queries use less than {SHARP:.0%} of the keys that they see. It "
         "is local if, in self-attention, at least half of its weight is within "
-        f"{NEAR} positions of the query, and more than equal weights would have there. It is "
+        f"{NEAR} positions of the query, and at least {MORE_LOCAL} times what equal weights would "
+        "have there. It is "
         f"static if positions alone explain at least {STATIC:.0%} of where it looks."
     )
     if np.isfinite(spread).any():
@@ -208,7 +209,7 @@ def _summary_of_heads(measures: Mapping[str, Measures]) -> Iterator[str]:
         yield "Heads with a window are not counted as any of these."
 
 
-def sentence(layer: Inspected) -> str:
+def sentences_about(layer: Inspected) -> str:
     """Returns sentences that say how sharp, local and static a layer is."""
     m = layer["end"]
     spread, near, off_diagonal, static = (

@@ -153,7 +153,7 @@ def inspect_run(
         with use_mesh(mesh):
             before = fresh_variables(experiment, jax.tree.map(lambda x: x.sharding, layout))
 
-    # Loop over the layers of stacks that are scanned, because layers are measured one by one.
+    # Use looped layers instead of scanned layers, because layers are measured one by one.
     model = unroll(experiment.model)
     looped = functools.partial(unroll_variables, experiment.model)
     mixers = mixers_of(model)

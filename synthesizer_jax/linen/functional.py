@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
 QUERY_TILE = 128
-"""The number of queries per tile when Flax's own function computes the attention.
-"""
+"""The number of queries per tile when Flax's own function computes the attention."""
 
 Bias: TypeAlias = jax.Array | Term | Terms | None
 
@@ -203,7 +202,7 @@ def _attend(
     query, key, value = (merge_batch_axes(x, batch) for x in (query, key, value))
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     if not isinstance(bias, Term | tuple | None):
-        bias = _broadcast_to_logits("bias", bias, logits_shape)
+        bias = _broadcast_to_logits("attention_fn: bias", bias, logits_shape)
     is_own_mask = isinstance(mask, Mask)
 
     # If a query may attend to no key, this package returns zero, and Flax returns the mean of the
@@ -342,8 +341,8 @@ def _broadcast_to_logits(
     )
     if not fits:
         raise ValueError(
-            f"attention_fn: {name} has shape {x.shape}, but it must broadcast to [batch..., heads, "
-            f"q, k], which is {logits_shape} here."
+            f"{name} has shape {x.shape}, but it must broadcast to [batch..., heads, q, k], "
+            f"which is {logits_shape} here."
         )
     if math.prod(shape[:-3]) == 1:
         return x.reshape(1, *shape[-3:])
@@ -367,8 +366,8 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
     if isinstance(mask, Mask):
         if len(logits_shape) != 4 and jax.tree.leaves(mask):
             raise ValueError(
-                "attention_fn: mask is a Mask with arrays, which have one batch axis, but the "
-                f"inputs have {len(logits_shape) - 3} batch axes. Pass an array [batch..., heads "
+                "mask is a Mask with arrays, which have one batch axis, but the inputs have "
+                f" {len(logits_shape) - 3} batch axes. Pass an array [batch..., heads "
                 "or 1, q, k] as mask."
             )
         return mask

@@ -73,8 +73,8 @@ class AttentionBase(Mixer):
         own field `use_bias` adds biases to the queries and keys.
       implementation: the name of the route that computes attention, from `attention.attend.ROUTES`,
         or ``auto``.
-      value_init: initializer of the value kernel ``[d_model, heads · head_dim]``.
-      out_init: initializer of the output kernel ``[heads · head_dim, d_model]``.
+      value_init: initializer of the value kernel, as ``[d_model, heads · head_dim]``.
+      out_init: initializer of the output kernel, as ``[heads · head_dim, d_model]``.
     """
 
     num_heads: Length

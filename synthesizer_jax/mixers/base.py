@@ -103,7 +103,7 @@ class Mixer(nn.Module):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | jax.Array | None = None,
+        mask: MaskLike = None,
         bias: Terms = (),
         **unknown: Never,
     ) -> jax.Array:
@@ -158,7 +158,7 @@ class Mixer(nn.Module):
         x: jax.Array | jax.ShapeDtypeStruct,
         kv: jax.Array | jax.ShapeDtypeStruct | None = None,
         *,
-        mask: Mask | jax.Array | None = None,
+        mask: MaskLike = None,
         bias: Terms = (),
         platform: str | None = None,
     ) -> tuple[Explanation, ...]:
@@ -186,7 +186,7 @@ class Mixer(nn.Module):
         kv: jax.Array | None = None,
         *,
         max_length: int,
-        mask: Mask | jax.Array | None = None,
+        mask: MaskLike = None,
         whole: bool = True,
     ) -> MixerCache:
         """Returns an empty cache. In cross-attention, the cache holds the memory's keys and values.
@@ -418,7 +418,7 @@ def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
 def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
     """Returns the mask of n new tokens in self-attention, which is always causal.
 
-    If the mask has a prefix, the prefix stays visible to all new tokens.
+    If the mask has a prefix, all new tokens see the prefix up to the last new token.
     """
     prefix = mask.prefix_lengths
     if prefix is not None:
@@ -473,7 +473,7 @@ def move_padding_last(
     if mask.allowed is not None or mask.key_segments is not None:
         raise ValueError(
             "Mask.key_valid of new tokens cannot be combined with Mask.allowed or segments, "
-            "because the padding is moved to the end. Put it there yourself, and set key_lengths."
+            "because the padding is moved to the end. Pad at the end instead, and set key_lengths."
         )
     n = x.shape[1]
     assert mask.key_valid is not None

@@ -75,7 +75,7 @@ class Linformer(Mixer):
         value = projected("value", self.kernel_init)
         key, value = (zero_padding(y, mask.keys(length)) for y in (key, value))
 
-        # The matrices E and F of the paper have the shape [p, max_length].
+        # The matrices E and F have the shape [p, max_length], where p is the number k of the paper.
         init = with_axes(
             self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length"
         )

@@ -222,9 +222,9 @@ def reading_errors(what: str) -> Iterator[None]:
         # A user's function may look up a feature that the rows do not have.
         own = ""
         if isinstance(error, LookupError):
-            own = " Correct the functions of the task, if it is yours."
+            own = " If a function of your own task raised the error, correct the function instead."
         raise ValueError(
-            f"{what} cannot be read ({reason or type(error).__name__}).{own} {stored.REMEDY}"
+            f"{what} cannot be read ({reason or type(error).__name__}). {stored.REMEDY}{own}"
         ) from error
 
 

@@ -443,7 +443,7 @@ def wsc(draw: Draw) -> Example:
     verb = draw.one(("thanked", "called", "visited", "praised", "met", "paid"))
     start = _sentence(f"{persons[0]} {verb} {persons[1]} because")[:-1]
     pronoun = ("he", "she")[gender]
-    # Draw the index of the person that the candidate names.
+    # The candidate names the referent if the label is 1, and the other person otherwise.
     named = referent if label else 1 - referent
     row = {
         "text": f"{start} {pronoun} {reason}.",

@@ -39,10 +39,14 @@ def read_rows(
     """
     task = task_registry.find_task(name)
     splits = task.stored_splits(data_dir)
+    if not splits:
+        raise FileNotFoundError(
+            f"The task {name} has no data in {data_dir}. Add it with 'synthesizer-jax data import'."
+        )
     if split not in splits:
         raise FileNotFoundError(
             f"The task {name} has no split {split!r} in {data_dir}. Its splits there are "
-            f"{', '.join(splits) or 'none'}. Choose another split with --split, or add this one "
+            f"{', '.join(splits)}. Choose another split with --split, or add this one "
             "with 'synthesizer-jax data import'."
         )
     with reading_errors(f"The split {split!r} of the task {name}"):

@@ -100,7 +100,7 @@ class Architecture:
         attention = Attention(self.num_heads, self.head_dim, alignment=dot, dropout_rate=rate)
 
         def stack(num_layers: int, cross: Attention | None) -> Stack:
-            """Returns a decoder with the given cross-attention, or an encoder without it."""
+            """Returns a decoder with cross-attention `cross`, or an encoder if `cross` is None."""
             bias = RelativeBias(self.num_buckets, self.max_distance, bidirectional=cross is None)
             mixer = attention
             if self.bias_per_layer:

@@ -322,7 +322,8 @@ def _layer(x: Tensor, i: int) -> Tensor:
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
     """Merges the axis of heads of a tensor, if the axis exists, with another axis."""
-    _, _, parent = name.rpartition("/")[0].rpartition("/")
+    # For example, the parent of "encoder/layers_0/attention/query/kernel" is "query".
+    parent = pathlib.PurePosixPath(name).parent.name
     layout = _HEADS.get(parent)
     if layout is None or len(x.shape) != 3:
         return x

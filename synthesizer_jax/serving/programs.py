@@ -165,7 +165,7 @@ def export_programs(
       limits: the largest lengths, and the number of beams.
       continues: whether inputs are texts to continue, for a `LanguageModel` that was trained only
         on targets. If `continues` is True, the inputs have no EOS and are the beginning of the
-        targets. If `continues` is True, inputs and targets also share the positions of the model.
+        targets, and inputs and targets share the positions of the model.
 
     Returns:
       The programs by name, and ``"symbolic"`` or ``"fixed"``. ``"fixed"`` means that some module of
@@ -280,9 +280,9 @@ def _export(
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters.items()}
 
     @jax.jit
-    def of_flat_parameters(flat: PyTree, *tokens: jax.Array) -> PyTree:
+    def of_flat_parameters(flat: PyTree, *arrays: jax.Array) -> PyTree:
         """Runs the program, given parameters whose keys are joined by slashes."""
-        return program.function(traverse_util.unflatten_dict(flat, sep="/"), *tokens)
+        return program.function(traverse_util.unflatten_dict(flat, sep="/"), *arrays)
 
     return export.export(of_flat_parameters, platforms=PLATFORMS)(shapes, *tokens)
 

@@ -43,10 +43,12 @@ def errors_of(function: str, task: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # A plain `assert` has no text.
+        name = type(error).__name__
+        text = f"{name}: {error}" if str(error) else name
         raise ValueError(
-            f"{function} of the task {task!r} raised {type(error).__name__}: "
-            f"{end_sentence(str(error))} Correct it. SYNTHESIZER_JAX_TRACEBACK=1 shows the "
-            "traceback."
+            f"{function} of the task {task!r} raised {end_sentence(text)} Correct it. "
+            "SYNTHESIZER_JAX_TRACEBACK=1 shows the traceback."
         ) from error
 
 
@@ -101,8 +103,8 @@ class Task:
         nothing is decoded. `None` means that answers are free text.
       postprocess_fn: a function that converts an answer to the value that metrics compare. The
         keyword arguments of this function are ``example`` and ``is_target``. If `postprocess_fn` is
-        `None`, the value is the text of the answer. If the task has label words, the value is the
-        index of the answer among the label words, or −1 for any other answer.
+        `None`, the value is the text of the answer, or, if the task has label words, the index of
+        the answer among the label words, which is −1 for any other answer.
       has_inputs: whether rows have inputs. If not, the rows are texts.
       sentinel: whether the task uses T5's sentinel format.
       objective: the objective that makes training examples of the texts of a task without inputs.

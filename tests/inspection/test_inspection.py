@@ -19,7 +19,7 @@ from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.inspection import run
 from synthesizer_jax.inspection.measures import EDGES, QueryView, attention_sums, measure
-from synthesizer_jax.inspection.page import sentence, write_inspection
+from synthesizer_jax.inspection.page import sentences_about, write_inspection
 from synthesizer_jax.inspection.run import Place, inspect_run, mixers_of, sums_of
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.mixers import Attention
@@ -97,7 +97,7 @@ def test_a_layer_of_tables_is_static_and_others_are_not(batches, variables):
     tables = Place("encoder", False, 0)
     assert len(found) == 3 and found[tables]["static"].min() > 0.95
     assert max(m["static"].min() for place, m in found.items() if place != tables) < 0.9
-    assert "static: positions explain" in sentence(
+    assert "static: positions explain" in sentences_about(
         {"mixer": "Attention: Random", "end": found[tables]}
     )
 
@@ -201,11 +201,11 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     known = own["near"] + own["spread"] + cross["spread"] + window["near"] + cross["off_diagonal"]
     assert None not in known
     assert set(cross["near"] + cross["profile"][0] + window["spread"]) == {None}
-    said = {name: sentence(layer) for name, layer in found["layers"].items()}
+    said = {name: sentences_about(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
     # With one token, a head has no place to look at. In long sequences, near_of_equal is small.
     layer = found["layers"]["decoder 1"]
     assert not {"local", "sharp"} & set(re.findall(r"\w+", said["decoder 1"]))
     long = {**layer, "end": {**layer["end"], "near_of_equal": 0.5, "keys": 9.0}}
-    assert "local" in sentence(long) and "sharp" in sentence(long)
+    assert "local" in sentences_about(long) and "sharp" in sentences_about(long)
     assert "local" not in said["encoder 1"] and "nan" not in " ".join(said.values())

@@ -147,6 +147,6 @@ def test_an_error_of_a_task_may_be_damage_or_a_mistake(whole, monkeypatch):
     monkeypatch.setattr(task_registry, "TASKS", {TASK: task})
     rows = read_rows(TASK, "validation", Bytes(), data_dir=whole)
     with pytest.raises(
-        ValueError, match=r"'txt'.*Correct the functions of the task, if it is yours\. Import"
+        ValueError, match=r"'txt'.*Import.* If a function of your own task raised the error"
     ):
         next(rows)

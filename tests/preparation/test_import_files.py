@@ -206,7 +206,7 @@ BROKEN = {
     "no object": (
         "a.jsonl",
         b"1\n",
-        "a.jsonl, line 1: The line has the JSON type int, but it must be an object",
+        "a.jsonl, line 1: The line must be a JSON object, but it holds a value of the Python",
     ),
     "columns": (
         "a.csv",

@@ -87,7 +87,7 @@ def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
 
 
 def _glue(config: str, folder: str, *sizes: int | None, super_glue: bool = False) -> Layout:
-    """Returns the layout of a GLUE data set whose files have the usual names."""
+    """Returns the layout of a GLUE or SuperGLUE data set whose files have the usual names."""
     names = ("train", "val" if super_glue else "dev", "test")
     kind = "jsonl" if super_glue else "tsv"
     files = [(f"{folder}/{name}.{kind}", size) for name, size in zip(names, sizes, strict=True)]

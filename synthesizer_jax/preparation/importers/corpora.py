@@ -289,8 +289,8 @@ def import_dataset(
     newest = newest_version(dataset, data_dir)
     if newest is not None and newest.name != VERSION:
         raise ValueError(
-            f"{newest} would be read instead of the new files, because its version is another. "
-            "Delete it, or use another --data-dir."
+            f"{newest} is another version of the data set, and would be read instead of the new "
+            "files. Delete it, or use another --data-dir."
         )
     reports = [SplitReport(dataset, split, files.files) for split, files in splits.items()]
 

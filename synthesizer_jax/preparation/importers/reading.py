@@ -211,7 +211,8 @@ def _parse_json(line: str) -> Row:
         ) from error
     if not isinstance(value, dict):
         raise ValueError(
-            f"The line has the JSON type {type(value).__name__}, but it must be an object."
+            f"The line must be a JSON object, but it holds a value of the Python type "
+            f"{type(value).__name__}."
         )
     return value
 
@@ -335,10 +336,11 @@ def _tsv_cells(line: str, where: str) -> list[str]:
     cells = line.split("\t")
     if '""' not in line:
         return cells
-    for cell in filter(_CSV_CELL.fullmatch, cells):
+    quoted = next(filter(_CSV_CELL.fullmatch, cells), None)
+    if quoted is not None:
         with Cursor(where).named():
             raise ValueError(
-                f"The cell {cell[:40]}… is quoted as in CSV, but cells of TSV files are not "
+                f"The cell {quoted[:40]}… is quoted as in CSV, but cells of TSV files are not "
                 "quoted. Save the file as CSV."
             )
     return cells
@@ -470,9 +472,9 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
       ValueError: if the row or object has no such field.
     """
     if name not in row:
-        known = ", ".join(row) or "none"
         hint = did_you_mean(name, row) or "."
-        raise ValueError(f"There is no field {field or name!r}{hint} The fields are {known}.")
+        fields = f"The fields are {', '.join(row)}." if row else "The row or object has no fields."
+        raise ValueError(f"There is no field {field or name!r}{hint} {fields}")
     return row[name]
 
 

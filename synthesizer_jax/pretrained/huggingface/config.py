@@ -283,7 +283,7 @@ def read_ids(
 
                 # Only EOS may have several ids.
                 ids = value if isinstance(value, list) else [value]
-                is_valid = len(ids) == 1 or (ids and name == "eos_token_id")
+                is_valid = len(ids) == 1 or (name == "eos_token_id" and len(ids) > 1)
                 if not is_valid or any(type(i) is not int for i in ids):
                     raise ValueError(
                         f"{name} is {format_value(value)}, but models of this package have only "

@@ -128,7 +128,7 @@ def locate(
     )
 
     patterns = [str(folder / file) for folder in needed for file in _files(variant)]
-    commit = _download(model, revision, patterns, advice=f"{problem} {advice}")
+    commit = _download(model, revision, patterns, problem=f"{problem} {advice}")
     folder = commit / inside
     if not any(folder.glob("*.safetensors")):
         kind = "no safetensors" if variant is None else f"no safetensors of the variant {variant}"
@@ -158,7 +158,7 @@ def _locate_path(source: pathlib.Path, revision: str | None, subfolder: str | No
 
 
 def _download(
-    model: str, revision: str | None, patterns: list[str], *, advice: str
+    model: str, revision: str | None, patterns: list[str], *, problem: str
 ) -> pathlib.Path:
     """Downloads files of a model that are not in the cache yet.
 
@@ -166,7 +166,7 @@ def _download(
       model: the name of the model, ``OWNER/NAME``.
       revision: a branch, tag or commit. `None` means the main branch.
       patterns: the patterns of the files' paths.
-      advice: the first sentences of error messages.
+      problem: the first sentences of error messages.
 
     Returns:
       The model's folder in the cache. The name of the folder is the hash of the commit.
@@ -177,7 +177,7 @@ def _download(
     """
     if not is_installed("huggingface_hub"):
         raise FileNotFoundError(
-            f"{advice} After pip install 'synthesizer-jax[hub]', the name of the model is enough."
+            f"{problem} After pip install 'synthesizer-jax[hub]', the name of the model is enough."
         )
     import huggingface_hub
 
@@ -189,7 +189,7 @@ def _download(
         if type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
         raise FileNotFoundError(
-            f"{advice} The hub gave no such model now ({one_line_error(error)})."
+            f"{problem} The hub gave no such model now ({one_line_error(error)})."
         ) from error
     return pathlib.Path(found)
 

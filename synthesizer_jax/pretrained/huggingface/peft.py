@@ -409,6 +409,7 @@ def write_adapters(
         part of the model that transformers does not support.
     """
     model = adapted.model
+    rank = adapted.lora.rank
     found = correspondences(model, kind_of(model).name_of)
     arrays = traverse_util.flatten_dict(variables)
     tensors: dict[str, np.ndarray] = {}
@@ -427,7 +428,6 @@ def write_adapters(
                 saved.add(module)
         elif keys in adapted.updates:
             module = c.name.removesuffix(_WEIGHT)
-            rank = adapted.updates[keys].rank
             # Reshape A to ``[rank, inputs]`` and B to ``[outputs, rank]``.
             a = np.asarray(arrays[*keys, LORA_A]).reshape(-1, rank).T
             b = (np.asarray(arrays[*keys, LORA_B]) * scale).reshape(rank, -1).T
@@ -442,7 +442,7 @@ def write_adapters(
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:
         targets = leaves
     config = {
-        "r": adapted.lora.rank,
+        "r": rank,
         "lora_alpha": adapted.lora.alpha,
         "target_modules": sorted(targets),
         "modules_to_save": sorted(saved) or None,

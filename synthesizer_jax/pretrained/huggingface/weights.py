@@ -143,8 +143,9 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
     """Opens a PyTorch file, with the loader of PyTorch that can create only tensors."""
     if not is_installed("torch"):
-        raise ValueError(
-            f"PyTorch is not installed. Install torch, or give a folder with {SAFETENSORS}."
+        raise ModuleNotFoundError(
+            f"{path} needs PyTorch, which is not installed. Install torch, or give a folder with "
+            f"{SAFETENSORS}."
         )
     import torch
 
