@@ -285,9 +285,10 @@ def _sampled_tasks(
             missing.append(name)
     if missing:
         _log.warning(
-            "The mixture %s is used without %s, which have no data in %s.",
+            "The mixture %s is used without these tasks, which lack the split %r in %s: %s",
             config.mixture,
+            config.split,
+            str(prepared.data_dir),
             ", ".join(missing),
-            prepared.data_dir,
         )
     return sampled

@@ -173,7 +173,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (
         "torch/pytorch_model.bin",
         b"cos\nsystem\n(S'touch executed'\ntR.",
-        "Install torch|nothing was loaded",
+        r"Install torch, or give a folder|nothing was loaded",
     ),
     *(
         (
@@ -233,7 +233,7 @@ def test_damage_gives_one_sentence_and_no_trace(
         file.write_bytes(changed.encode() if isinstance(changed, str) else changed)
     before = sorted(tmp_path.rglob("*"))
     (read,) = (read for part, read in READERS.items() if name.startswith(part))
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+    with pytest.raises((ValueError, FileNotFoundError, ModuleNotFoundError), match=message) as error:
         read(file)
     assert "\n" not in str(error.value) and len(str(error.value)) < 700
     assert re.search(rf"{re.escape(folder)}|{file.name}", str(error.value))

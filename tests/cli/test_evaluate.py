@@ -105,7 +105,7 @@ def test_every_checkpoint_and_each_tasks_best(place):
         (
             *("predict", f"{RTE} --split tset", FileNotFoundError),
             r"'tset' in .*\. Choose train or validation or test with --split or evaluation\.split"
-            r"\. Import .* with",
+            r", or add the missing split\. Import .* with",
         ),
     ],
 )

@@ -424,7 +424,7 @@ def test_files_that_do_not_fit_a_data_set_give_one_sentence(tmp_path):
             import_dataset(dataset, splits, tmp_path / "out", labels={})
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
     write_dataset("squad/v1.1", "3.0.0", {"x": np.int64}, {"train": lambda: [{"x": 1}]}, tmp_path)
-    with pytest.raises(ValueError, match=r"3\.0\.0 would be read instead of the new files"):
+    with pytest.raises(ValueError, match=r"3\.0\.0 is another version of the data set, and"):
         import_dataset("squad/v1.1", {}, tmp_path, labels={})
 
 
