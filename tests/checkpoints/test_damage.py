@@ -233,7 +233,9 @@ def test_damage_gives_one_sentence_and_no_trace(
         file.write_bytes(changed.encode() if isinstance(changed, str) else changed)
     before = sorted(tmp_path.rglob("*"))
     (read,) = (read for part, read in READERS.items() if name.startswith(part))
-    with pytest.raises((ValueError, FileNotFoundError, ModuleNotFoundError), match=message) as error:
+    with pytest.raises(
+        (ValueError, FileNotFoundError, ModuleNotFoundError), match=message
+    ) as error:
         read(file)
     assert "\n" not in str(error.value) and len(str(error.value)) < 700
     assert re.search(rf"{re.escape(folder)}|{file.name}", str(error.value))
