@@ -35,13 +35,14 @@ class AttentionContext:
       keys_start: position of the first token that is passed as a key. In self-attention, the first
         key is at the position of the first query, because tokens in the cache are not passed again.
         In cross-attention, the first key is at position 0.
-      num_kv_heads: number of heads of the keys that are made from tokens. Each key head is shared
-        by a group of ``num_heads / num_kv_heads`` neighboring query heads. None means that every
-        query head has its own key head.
+      num_kv_heads: number of heads of the keys that are projected from tokens. Each key head is
+        shared by a group of ``num_heads / num_kv_heads`` neighboring query heads. None means that
+        every query head has its own key head.
       packed_positions: the in-sequence positions of the queries and of the keys, each
         ``[batch, n]``. The positions are given only in cross-attention of packed rows. None means
-        that positions count up from `query_span.start` and `keys_start`, which is enough to compute
-        distances.
+        that the positions of queries count up from `query_span.start`, and the positions of keys
+        from `keys_start`. In self-attention of packed rows, these positions have the right
+        distances within a segment.
     """
 
     num_heads: int
@@ -57,10 +58,10 @@ class AttentionContext:
         """The smallest and the largest distance ``key − query`` of any query and key.
 
         If the start of the query span is traced, as in a decoding loop, the range covers the
-        distances of all steps.
+        distances of all decoding steps.
 
         Raises:
-          ValueError: the start of the key span is traced.
+          ValueError: if the start of the key span is traced.
         """
         queries = self.query_span
         keys = self.key_span
@@ -75,7 +76,7 @@ class AttentionContext:
             last_query = queries.start + queries.length - 1
             return keys.start - last_query, last_key - queries.start
 
-        # In self-attention, the queries are at the positions of keys. In cross-attention, `limit`
+        # In self-attention, every query is at the position of a key. In cross-attention, `limit`
         # bounds the positions of the queries.
         last_query = last_key if queries.limit is None else queries.limit - 1
         return keys.start - last_query, last_key
@@ -84,13 +85,13 @@ class AttentionContext:
 class Alignment(nn.Module):
     """Maps tokens and positions to the terms of the attention logits.
 
-    An alignment decides which token attends to which. An alignment does not see masks or values. It
-    never returns an array of shape ``[batch, heads, query, key]``, so that the routes of `attend`
-    can compute the logits tile by tile.
+    An alignment decides which token attends to which. An alignment does not see masks or values. An
+    alignment never returns an array of shape ``[batch, heads, query, key]``, so `attend` can
+    compute the logits tile by tile.
 
     Attributes:
-      makes_logits: whether the terms are logits. False means that the terms are attention weights,
-        to which no position bias can be added.
+      makes_logits: whether the alignment returns terms of logits. False means that the terms are
+        attention weights, to which no position bias can be added.
       linear_in: names of parameters or submodules in which the logits are linear. To multiply all
         logits by a factor, multiply the first parameter or submodule in `linear_in` that exists.
     """
@@ -99,18 +100,18 @@ class Alignment(nn.Module):
     linear_in: ClassVar[tuple[str, ...]] = ()
 
     def scale_logits(self, params: PyTree, factor: float) -> PyTree:
-        """Returns a copy of the parameters that multiplies all logits by a factor.
+        """Returns a copy of the parameters, scaled so that all logits are multiplied by a factor.
 
-        A mixture calls `scale_logits` to compute the same logits as one of its parts at the start
-        of training. If the factor is 0, the logits are zero, but some parameters still have nonzero
-        gradients, so the alignment can be learned.
+        `Mixture.start_as` uses this method to scale the initial logits of the parts of a mixture.
+        If the factor is 0, the logits are zero, but some parameters still have nonzero gradients,
+        so the alignment can be learned.
 
         Args:
           params: the alignment's parameters.
           factor: the number by which all logits are multiplied.
 
         Raises:
-          ValueError: the alignment has no parameters in which its logits are linear.
+          ValueError: if the alignment has no parameters in which its logits are linear.
         """
         name = next((name for name in self.linear_in if name in params), None)
         if name is None:
@@ -157,7 +158,8 @@ def dense_product(
     Args:
       x: ``[..., *contracted]``. The last axes of `x` are contracted.
       kernel: ``[*contracted, *features]``. The first axes of the kernel are contracted.
-      dimension_numbers: the dimension numbers that Flax's layers pass, without batch axes.
+      dimension_numbers: the dimension numbers of `lax.dot_general`, in the form that Flax's layers
+        pass. Batch axes are not supported.
       precision: see `lax.dot_general`.
       preferred_element_type: see `lax.dot_general`.
       out_sharding: the sharding of the result if mesh axes are explicit. None means that the
@@ -218,8 +220,8 @@ def dense_layer(
       dtype: dtype of the computation.
       kernel_init: initializer of the kernel.
       use_bias: whether to add a bias.
-      contracted: number of the input's last dimensions that are summed over.
-      **module: the name and the parent of the layer.
+      contracted: how many of the input's last dimensions are contracted.
+      **module: the arguments `name` and `parent` of the Flax module.
     """
     return nn.DenseGeneral(
         features,
@@ -269,7 +271,7 @@ def project(
 
 
 def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
-    """Returns the slice of a table that holds the positions of a span.
+    """Returns the entries of a table for the positions of a span.
 
     If the start of the span is traced and the span exceeds the table, the result is NaN, because a
     compiled program cannot raise an error.

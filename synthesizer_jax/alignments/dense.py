@@ -50,7 +50,8 @@ class Dense(Alignment):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         check_length(self, self.max_length, context.query_span, context.key_span)
-        # [b, q, h, e]. If the queries are already projected, e can differ from `hidden_dim`.
+        # [b, q, h, e]. If the queries are already projected, their width e can differ from
+        # `hidden_dim`.
         hidden = _hidden(queries, self.hidden_dim or context.head_dim, self.hidden_init, context)
         width = hidden.shape[-1]
         init = self.table_init or Normal(width**-0.5)
@@ -68,7 +69,7 @@ class Dense(Alignment):
 
 @register
 class FactorizedDense(Alignment):
-    """An alignment in which every token computes two short vectors and combines them to logits.
+    """An alignment in which every token computes two short vectors and combines them into logits.
 
     `FactorizedDense` is the Factorized Dense Synthesizer of Tay et al. 2021, section 3.3. Token i
     computes the vectors ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)``. If B_i has b
@@ -77,8 +78,8 @@ class FactorizedDense(Alignment):
     as a whole, so that every pair (p, r) occurs exactly once.
 
     Attributes:
-      max_length: number of key positions. The number is split into the two factors that are nearest
-        to each other. For example, 512 becomes 16 · 32.
+      max_length: number of key positions. `max_length` is split into the two factors that are
+        nearest to each other. For example, 512 becomes 16 · 32.
       hidden_dim: width of the hidden layer of one head. None means `AttentionContext.head_dim`.
       hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
       factor_init: initializer of W_A and W_B, each ``[heads, hidden, factor]``.

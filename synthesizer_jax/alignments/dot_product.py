@@ -81,8 +81,9 @@ class DotProduct(Alignment):
             queries = RMSNorm(name="query_norm")(queries)
             keys = RMSNorm(name="key_norm")(keys)
         if self.rotary_base is not None:
-            # The starts are the positions of the first query and the first key. If rows are packed,
-            # `packed_positions` contains the positions of all queries and keys instead.
+            # Usually, the positions of the first query and of the first key determine all
+            # positions. If rows are packed, `packed_positions` contains the positions of all
+            # queries and keys instead.
             starts = (context.query_span.start, context.keys_start)
             query_positions, key_positions = context.packed_positions or starts
             turn = functools.partial(

@@ -28,25 +28,25 @@ A share of 2e-9 of the density lies outside the window.
 
 @register
 class Gaussian(Alignment):
-    """An alignment in which every head attends to a fixed place near the query.
+    """An alignment in which every head attends to keys at a fixed offset from the query.
 
     The weight of key j for query i is ``1/(σ√2π) · exp(−½ ((j − (ratio · i + offset)) / σ)²)`` (You
-    et al. 2020, equation 2 and released code). The alignment has no parameters. The weight is the
-    density itself, without a softmax and without a division by the sum. Masked keys get weight
-    zero, and the weights of the other keys do not change. The window of keys ends 6 σ from the
-    center.
+    et al. 2020, equation 2 and released code). The alignment has no parameters. The attention
+    weight is the Gaussian density itself. By default, the weights are not normalized by a softmax
+    or by their sum. Masked keys get weight zero, and the weights of the other keys do not change.
+    The window of keys ends 6 σ from the center.
 
     Attributes:
-      offsets: centers relative to the query, which the heads use in turn. You et al. 2020 use
-        ``(-1, 1)`` in encoders and in cross-attention, and ``(-1, 0)`` in the self-attention of
-        decoders.
+      offsets: positions of the centers relative to the query. The heads cycle through the offsets.
+        You et al. 2020 use ``(-1, 1)`` in encoders and in cross-attention, and ``(-1, 0)`` in the
+        self-attention of decoders.
       sigma: standard deviation in tokens. If `sigma` is 0, a head attends only to the token at the
         rounded center.
       normalize: whether to divide the weights by their sum over the visible keys. The result is the
         softmax of the log-density.
       threshold: weights below `threshold` are set to zero. None means that all weights are kept.
-      ratio: number of keys per query, for cross-attention. You et al. 2020 use the ratio of the
-        numbers of words in the source and in the target.
+      ratio: number of keys per query, for cross-attention. You et al. 2020 divide the number of
+        source words by the number of target words.
     """
 
     offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
@@ -62,7 +62,8 @@ class Gaussian(Alignment):
         dtype = logits_dtype(queries)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
-            # The window moves by one key per query, so all queries have the same weights.
+            # The window moves by one key per query, so all queries have the same weights within the
+            # window.
             distance = np.arange(first, first + width) - offsets[:, None]  # [h, w]
             weights = self.density(distance, dtype)[None, None]  # [1, 1, h, w]
             return (banded(weights, first=first, normalize=self.normalize),)
@@ -70,8 +71,8 @@ class Gaussian(Alignment):
         position = context.query_span.start + arange(0, context.query_span.length)  # [q]
         if isinstance(position, jax.Array):
             position = position.astype(dtype)
-        # The center of a window can lie between two keys. Every query therefore has its own weights
-        # and its own first key.
+        # The center of a window can lie between two keys. Every query therefore has separate
+        # weights, and a separate first key of the window.
         center = jnp.asarray(self.ratio * position, dtype)  # [q]
         starts = jnp.floor(center).astype(jnp.int32) + first
         keys_seen = starts[:, None] + jnp.arange(width + 1)[None]  # [q, w]
@@ -87,15 +88,15 @@ class Gaussian(Alignment):
           offsets: the center of every head relative to the query, ``[heads]``.
 
         Returns:
-          The distance of the window's first key from the query's place, and the number of keys in
-          the window.
+          The distance of the window's first key from the query's position, and the number of keys
+          in the window.
         """
         half = math.ceil(REACH * self.sigma)
         first = math.floor(offsets.min()) - half
         return first, math.ceil(offsets.max()) + half - first + 1
 
     def density(self, distance: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
-        """Returns the density at distances from the center, in the shape of `distance`."""
+        """Returns the Gaussian density at the given distances from the center."""
         distance = jnp.asarray(distance, dtype)
         if self.sigma == 0:
             return jnp.where((distance > -0.5) & (distance <= 0.5), 1.0, 0.0).astype(dtype)
@@ -108,18 +109,19 @@ class Gaussian(Alignment):
 
 @register
 class GaussianBias(Alignment):
-    """An alignment for mixtures whose logits are a log-density, ``−½ ((j − i − offset) / σ)²``.
+    """An alignment whose logits are a Gaussian log-density, ``−½ ((j − i − offset) / σ)²``.
 
-    Inside a `Mixture`, this alignment makes a product of experts, such as a dot product that
-    prefers nearby tokens. Outside a mixture, a `GaussianBias` computes the same weights as a
-    `Gaussian` with ``normalize=True``, except that its window has no limit.
+    Inside a `Mixture`, this alignment makes a product of experts, in which the weights of the other
+    parts are multiplied by a Gaussian. For example, a dot product can prefer nearby tokens. Outside
+    a mixture, a `GaussianBias` computes the same weights as a `Gaussian` with ``normalize=True``,
+    except that its window has no limit.
 
     Attributes:
-      offsets: centers relative to the query, which the heads use in turn.
+      offsets: positions of the centers relative to the query. The heads cycle through the offsets.
       sigma: standard deviation in tokens.
       trainable: whether every head learns its center and 1/σ². The learned parameters are
-        ``offset`` and ``precision``, each ``[heads]``, which start from `offsets` and `sigma`. A
-        head with a precision of zero attends to all keys equally.
+        ``offset`` and ``precision``, each ``[heads]``, which are initialized from `offsets` and
+        `sigma`. A head with a precision of zero attends to all keys equally.
     """
 
     offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
@@ -161,7 +163,7 @@ def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int
     The given offsets are repeated to get an offset for every head, as in the released code.
 
     Raises:
-      ValueError: the number of offsets does not divide the number of heads.
+      ValueError: if the number of offsets does not divide the number of heads.
     """
     if num_heads % len(offsets):
         raise ValueError(

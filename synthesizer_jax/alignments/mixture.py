@@ -34,18 +34,18 @@ class Parts(Alignment):
     parts: Annotated[tuple[Alignment, ...], NotEmpty()]
 
     def scale_logits(self, params: PyTree, factor: float) -> PyTree:
-        """Returns the parameters with all parts' logits multiplied by a factor.
+        """Returns parameters with which the logits of all parts are multiplied by a factor.
 
         See `Alignment.scale_logits` for the arguments and errors.
         """
         return self._scale_parts(params, dict.fromkeys(range(len(self.parts)), factor))
 
     def _scale_parts(self, params: PyTree, factors: Mapping[int, float]) -> PyTree:
-        """Returns the parameters after multiplying the logits of some parts by their factors.
+        """Returns parameters with which the logits of some parts are multiplied by factors.
 
         Args:
           params: the parameters of the alignment.
-          factors: the factor of each part to scale, by the number of the part.
+          factors: a dictionary from the number of a part to the factor of its logits.
         """
         scaled = {
             f"part_{i}": self.parts[i].scale_logits(params.get(f"part_{i}", {}), factor)
@@ -63,9 +63,9 @@ class Mixture(Parts):
 
     Attributes:
       parts: the alignments to combine.
-      weights: how the weights α are made. With ``"softmax"``, every head has a softmax over the
-        parts, and its parameters ``[heads, parts]`` are zero at first, so that all parts have the
-        same weight. With ``"sigmoid"``, every layer has a gate over two parts,
+      weights: how the weights α of the parts are computed. With ``"softmax"``, every head has a
+        softmax over the parts, and its parameters ``[heads, parts]`` are initially zero, so that
+        all parts have the same weight. With ``"sigmoid"``, every layer has a gate over two parts,
         ``(1 − σ(a), σ(a))``, with one parameter a, as in the released Mesh-TensorFlow code. With
         ``"sum"``, there are no weights, as in Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
       share_query: whether all parts share one projection of the queries. In Mesh-TensorFlow's
@@ -120,7 +120,7 @@ class Mixture(Parts):
             name ``align``.
 
         Raises:
-          ValueError: the mixture has no weights because it adds the parts.
+          ValueError: if the mixture has no weights because it adds the parts.
         """
         if self.weights == "sum":
             raise ValueError("A Mixture with weights='sum' adds its parts and has no weights α.")
@@ -130,11 +130,11 @@ class Mixture(Parts):
         return jnp.concatenate([1.0 - gate, gate])[None]
 
     def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
-        """Returns parameters with which the mixture makes the same logits as one of its parts.
+        """Returns parameters with which the mixture computes the same logits as one of its parts.
 
-        A training run can therefore start from a model that has only the part instead of the
-        mixture. The logits of the other parts are zero at first, but the other parts have gradients
-        and can be learned.
+        A training run can therefore start from a model that has only this part instead of the
+        mixture. The logits of the other parts are initially zero, but the other parts have nonzero
+        gradients and can be learned.
 
         Args:
           part: the number of the part.
@@ -142,7 +142,7 @@ class Mixture(Parts):
           fresh: initial parameters of the mixture, in which all parts have the same weight.
 
         Raises:
-          ValueError: the parameters of another part cannot make its logits zero.
+          ValueError: if the logits of another part cannot be set to zero by scaling its parameters.
         """
         result = dict(fresh)
         if self.share_query:
@@ -150,8 +150,8 @@ class Mixture(Parts):
             result["query"] = params.pop("query")
         result[f"part_{part}"] = params
         factors = dict.fromkeys(range(len(self.parts)), 0.0)
-        # All weights α are 1 / parts at first, so the part's logits are multiplied by the number of
-        # parts.
+        # All weights α are initially 1 / parts, so the part's logits are multiplied by the number
+        # of parts.
         factors[part] = 1.0 if self.weights == "sum" else float(len(self.parts))
         return self._scale_parts(result, factors)
 
@@ -161,8 +161,8 @@ class PerHead(Parts):
     """An alignment that assigns some of the heads to each part, in the order of the parts.
 
     A `Mixture` adds the logits of its parts. A `PerHead` does not add the logits of its parts, so
-    the parts may also be alignments that make attention weights. For example, some heads can be
-    `Gaussian` while other heads are learned (You et al. 2020, released code).
+    the parts may also be alignments that compute attention weights instead of logits. For example,
+    some heads can be `Gaussian` while other heads are learned (You et al. 2020, released code).
 
     Attributes:
       parts: the alignments to combine.
@@ -175,8 +175,8 @@ class PerHead(Parts):
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         counts = self.counts(context.num_heads)
         if keys.ndim == 4:
-            # The layer has projected the keys. A group of query heads may share a key head, so the
-            # key heads are repeated here until every query head has its own.
+            # The layer has already projected the keys. A group of query heads may share a key head,
+            # so the key heads are repeated here until every query head has its own.
             keys = repeat_heads(keys, context.num_heads)
 
         groups = []
@@ -197,7 +197,7 @@ class PerHead(Parts):
         """Returns the number of heads of every part.
 
         Raises:
-          ValueError: the numbers in `heads` do not add up to `num_heads`, or `num_heads` is not
+          ValueError: if the numbers in `heads` do not add up to `num_heads`, or `num_heads` is not
             divisible by the number of parts.
         """
         if self.heads is not None:

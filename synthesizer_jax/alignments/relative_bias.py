@@ -19,17 +19,17 @@ from synthesizer_jax.primitives.parameters import with_axes
 
 @register
 class RelativeBias(Alignment):
-    """A position bias that learns a number for each head and each bucket of ``key − query``.
+    """A position bias with a learned number for each head and each bucket of distances.
 
-    `RelativeBias` is T5's relative position bias (Raffel et al. 2020, section 2.1). Half of the
-    buckets hold a single distance each. The bounds of the remaining buckets grow logarithmically up
-    to `max_distance`. T5 has one table of learned numbers per stack. To share a table in a stack as
-    in T5, pass a `RelativeBias` to the stack as `bias`. To give every layer its own table, add a
-    `RelativeBias` to the layer's `Mixture`.
+    `RelativeBias` is T5's relative position bias (Raffel et al. 2020, section 2.1). The distance of
+    a pair is ``key − query``. Half of the buckets hold a single distance each. The bounds of the
+    remaining buckets grow logarithmically up to `max_distance`. T5 has one table of learned numbers
+    per stack. To share a table in a stack as in T5, pass a `RelativeBias` to the stack as `bias`.
+    To give every layer its own table, add a `RelativeBias` to the layer's `Mixture`.
 
     Attributes:
-      num_buckets: number of buckets. If `bidirectional` is True, the number includes the buckets of
-        both directions.
+      num_buckets: number of buckets. If `bidirectional` is True, `num_buckets` includes the buckets
+        of both directions.
       max_distance: all distances of at least `max_distance` share the last bucket.
       bidirectional: whether keys after the query have their own buckets. Encoders use True.
         Decoders use False, because only past keys need buckets.

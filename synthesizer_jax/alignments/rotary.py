@@ -31,7 +31,8 @@ class LinearScaling:
         """Returns the scaled angular speed of every pair of features, ``[width / 2]``.
 
         Args:
-          speed: radians per position of every pair without scaling, ``[width / 2]``.
+          speed: the angular speed of every pair before scaling, in radians per position,
+            ``[width / 2]``.
           base: the base of the rotary positions, which this class does not use.
         """
         return speed / self.factor
@@ -58,12 +59,12 @@ class YaRN:
     ends at the first index after the pair that turns `slow` times.
 
     Attributes:
-      factor: the scale s of the paper, which is the length to reach divided by `original_length`.
+      factor: the new maximum length divided by `original_length`, which the paper calls s.
       original_length: the length of the longest text in the original training.
-      fast: the number of turns that the paper calls β.
-      slow: the number of turns that the paper calls α.
-      attention_factor: the factor of rotated queries and keys, which the paper calls 1/√t. None
-        means ``0.1 ln(s) + 1``, where s is `factor`.
+      fast: the number of turns from which pairs keep their speed, which the paper calls β.
+      slow: the number of turns up to which pairs are slowed down fully, which the paper calls α.
+      attention_factor: the factor by which rotated queries and keys are multiplied, which the paper
+        calls 1/√t. None means ``0.1 ln(s) + 1``, where s is `factor`.
     """
 
     factor: Positive
@@ -79,7 +80,8 @@ class YaRN:
         """Returns the scaled angular speed of every pair of features, ``[width / 2]``.
 
         Args:
-          speed: radians per position of every pair without scaling, ``[width / 2]``.
+          speed: the angular speed of every pair before scaling, in radians per position,
+            ``[width / 2]``.
           base: the base of the rotary positions.
         """
         width = 2 * len(speed)
@@ -135,7 +137,7 @@ def rotate(
       An array with the shape and dtype of `x`.
 
     Raises:
-      ValueError: w is zero or odd.
+      ValueError: if w is zero or odd.
     """
     length = x.shape[1]
     width = int(x.shape[-1] * share)

@@ -1,6 +1,6 @@
 """Accelerator chips, and the names of TPU slices in Google Cloud and of groups of GPUs.
 
-This file only imports the standard library, because `tpu_scripts/launch.py` runs this file as a
+This file imports only the standard library, because `tpu_scripts/launch.py` runs this file as a
 program on machines where the package is not installed.
 """
 
@@ -50,12 +50,12 @@ class Chip:
       flops: peak FLOP/s of bfloat16 products.
       memory: bytes of high-bandwidth memory.
       bandwidth: the bytes per second between the high-bandwidth memory and the cores.
-      kinds: names of the chip in JAX (``device_kind``). Some versions of JAX use the second name.
+      kinds: names of the chip in JAX (``device_kind``), which may differ between versions of JAX.
         For a GPU, the only entry is the beginning of the name.
       shapes: the shapes of all available slices, as numbers of chips along each dimension.
       devices: the number of JAX devices per chip.
-      cores: the number by which one chip increases the number in an accelerator type. `cores` is 2
-        if the accelerator type counts TensorCores, and 1 if it counts chips.
+      cores: how much each chip adds to the number in an accelerator type such as ``v5p-256``.
+        `cores` is 2 if the number counts TensorCores, and 1 if the number counts chips.
       config: the configuration of the chip for ahead-of-time compilation. For a TPU, `config` is
         libtpu's name of the chip configuration, and `None` means libtpu's default. For a GPU,
         `config` contains fields of XLA's ``GpuDeviceInfoProto``.
@@ -206,12 +206,12 @@ def _usual_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 
 def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CHIPS) -> Topology:
-    """Returns the topology that a text names.
+    """Returns the topology with a given name.
 
-    The text is the name of a slice, such as ``v5p:4x4x8``, or an accelerator type, such as
+    The `text` is the name of a slice, such as ``v5p:4x4x8``, or an accelerator type, such as
     ``v5p-256``. In an accelerator type, the number counts TensorCores for v2, v3, v4, v5p and
-    tpu7x, whose chips have two TensorCores. The number counts chips for v5e (``v5litepod-16``) and
-    v6e. GPUs are written ``h100:8`` or ``h100-8``.
+    tpu7x, whose chips have two TensorCores. For v5e (``v5litepod-16``) and v6e, the number counts
+    chips. GPUs are written ``h100:8`` or ``h100-8``.
 
     Args:
       text: the name or type.
@@ -219,7 +219,7 @@ def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CH
       chips: the chips to choose from, by name.
 
     Raises:
-      ValueError: no chip or slice has this name. If only the size is wrong, the message names
+      ValueError: if no chip or slice has this name. If only the size is wrong, the message names
         slices of similar size.
     """
     if slices < 1:
@@ -278,8 +278,8 @@ def _near(chip: Chip, num_chips: float) -> list[Topology]:
 
 
 # The rates are from data sheets of NVIDIA. The first entry that matches the beginning of a device
-# kind is used, and `CHIPS` is only searched if no entry matches. "NVIDIA H200 NVL" must be found
-# before "NVIDIA H200".
+# kind is used, and `CHIPS` is only searched if no entry matches. For example, "NVIDIA H200 NVL"
+# must be found before "NVIDIA H200".
 GPUS: dict[str, tuple[float | None, float, float]] = {
     "NVIDIA GB200": (2500e12, 2500e12, 1250e12),
     "NVIDIA GH200": (989.5e12, 989.5e12, 494.5e12),
@@ -341,8 +341,8 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
     The compiler tiles the two axes that need the least padding. Fewer than eight rows are padded to
     the next power of two. A one-dimensional array with more elements than one tile is padded to
-    whole tiles. A shorter array is padded to a power of two, but to at least one row of a tile. The
-    padded sizes agree with the argument sizes that libtpu reports.
+    whole tiles. A shorter array is padded to the next power of two, but at least to one row of a
+    tile. The padded sizes agree with the argument sizes that libtpu reports.
 
     Args:
       shape: the shape of the array.

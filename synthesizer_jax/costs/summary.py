@@ -27,8 +27,8 @@ class Summary:
     Attributes:
       parameters: the number of trainable parameters.
       constants: the number of values that are saved but not trained, such as Fixed Random tables.
-      tables_per_layer: the number of parameters in tables over query and key positions, for the
-        layer with the largest number. The number grows with max_length².
+      tables_per_layer: the number of parameters in tables over query and key positions, in the
+        layer that has the most such parameters. This number grows with max_length².
       positions: the number of parameters in relative-bias tables and learned positions.
       flops_per_token: floating-point operations of a forward pass, divided by the number of tokens
         in inputs and targets together. A multiply-add counts as two operations. The sequences have
@@ -89,7 +89,7 @@ def _scan_runs(model: TokenModel) -> TokenModel:
     scanned = {
         name: replace(stack, scan=True)
         for name, stack in stacks_of(model).items()
-        if type(stack) is Stack  # subclasses, such as `UniversalStack`, have no runs to scan
+        if type(stack) is Stack  # a subclass, such as `UniversalStack`, has no runs to scan
     }
     return replace(model, **scanned)
 
@@ -154,8 +154,9 @@ def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
 
         inside = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
         if name == "cond":
-            # A condition is a check with a fallback, or a choice by platform. Only one branch of a
-            # condition runs, which is the branch with the fewest operations.
+            # This package uses `jax.lax.cond` for checks with a fallback and for choices by
+            # platform. Only one branch of a `cond` runs. The branch with the fewest operations is
+            # counted.
             total += min(inside)
         elif name == "scan":
             total += eqn.params["length"] * sum(inside)
@@ -172,10 +173,10 @@ def _shape(value: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
 
 def _sub_jaxprs(params: Mapping[str, object]) -> list[jex_core.Jaxpr | jex_core.ClosedJaxpr]:
     """Returns the jaxprs in the parameters of an equation, such as the body of a loop."""
-    kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # the same class since jax 0.11
+    kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # the two classes are the same since JAX 0.11
     found = []
     for value in params.values():
-        # The branches of a condition are a tuple of jaxprs.
+        # The branches of a `jax.lax.cond` are a tuple of jaxprs.
         parts = value if isinstance(value, tuple | list) else [value]
         found += [part for part in parts if isinstance(part, kinds)]
     return found
@@ -185,7 +186,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
     """Returns the bytes of all self-attention caches of the decoder, per position and example.
 
     Args:
-      model: the model. A model without a decoder has 0 bytes.
+      model: the model. The result is 0 for a model without a decoder.
       tokens: the shape and dtype of the input tokens, ``[batch, n]``.
       length: the number of positions of the decoder.
     """

@@ -1,4 +1,4 @@
-"""Utilization of devices, relative to their published peak (MFU) or to a measured product."""
+"""Utilization of devices, relative to their published peak (MFU) or a measured matrix product."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def product_rate(platform: str, dtype: jnp.dtype) -> float:
     device = jax.local_devices(backend=platform)[0]
     x = jax.device_put(jnp.ones((n, n), dtype), device)
     product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()  # compiles the product, which must not be measured
+    product(x, x).block_until_ready()  # compile before measuring
     seconds = []
     for _ in range(20):
         began = time.perf_counter()

@@ -1,8 +1,8 @@
 """Replaces parts of a trained model and trains the replacements to imitate them.
 
 Bozic et al. 2023 replace the attention of a Transformer by feed-forward networks, which they train
-on stored activations. This module runs teacher and student in the same compiled step, so that
-nothing is stored. Any mixer can be replaced by any other mixer.
+on stored activations. This module runs the teacher and the student in the same compiled step, so no
+activations are stored. Any mixer can be replaced by any other mixer.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ class Distillation:
         replacements are trained.
       fit_batches: the number of batches to which static alignments of self-attention, such as
         Random, are fitted before the training; see `distillation.fit`. The batches are from the
-        teacher's data. Replacements that cannot be fitted start from their initializers, and a
-        message names these replacements. If `fit_batches` is 0, nothing is fitted.
+        teacher's data. Replacements that cannot be fitted are only initialized, and a message names
+        them. If `fit_batches` is 0, nothing is fitted.
       together: whether the student's layers read the student's own activations and are trained
         jointly. Otherwise, every layer reads the teacher's activations and is trained
         independently.
-      evaluation: the evaluation at the end. `None` stands for the evaluation of the teacher's run.
-      fine_tune: the training of the whole student on the task afterwards, in a separate run. `None`
-        stands for no fine-tuning.
+      evaluation: the settings of the evaluation at the end. `None` stands for the settings of the
+        teacher's run.
+      fine_tune: the settings for training the whole student on the task after the distillation, in
+        a separate run. `None` stands for no fine-tuning.
     """
 
     replace: Annotated[tuple[Replacement, ...], NotEmpty()]
@@ -115,9 +116,10 @@ def distill(
     Args:
       recipe: the replacements and their training.
       teacher: the teacher, a training run ``RUN`` or a checkpoint ``RUN/checkpoints/STEP``. For
-        ``RUN``, the newest checkpoint is used. A distillation that continues uses the same
-        checkpoint as before; see `read_teacher`.
-      directory: the directory of the student's run. The finished run does not need the teacher.
+        ``RUN``, the newest checkpoint is used. A resumed distillation uses the checkpoint with
+        which it began; see `read_teacher`.
+      directory: the directory of the student's run. When the student's run is finished, it does not
+        need the teacher.
       data_dir: the directory of the data sets.
       prepare: see `run`.
       visible: whether to show a progress bar.
@@ -129,7 +131,7 @@ def distill(
 
     Raises:
       ValueError: if the teacher is not an encoder-decoder, if the replacements do not fit the
-        teacher, or if the distillation began with another checkpoint.
+        teacher, or if the distillation began with a different checkpoint of the teacher.
     """
     teacher_run, _ = find_checkpoint(teacher)
     taught = with_vocabulary_path(read_recorded(teacher_run), teacher_run)
@@ -182,9 +184,9 @@ def _fit(
     data_dir: pathlib.Path | None,
     visible: bool,
 ) -> Variables:
-    """Fits all alignments that can be fitted, and reports the divergences of the fits.
+    """Fits all alignments that can be fitted, and reports how far they are from the teacher.
 
-    The divergence of every head is written to `FIT_FILE`.
+    The KL divergence of every head is written to `FIT_FILE`.
 
     Args:
       variables: the student's variables.
@@ -237,7 +239,7 @@ def _fit_to_teacher(
     data_dir = default_data_dir() if data_dir is None else storage_path(str(data_dir))
     stream = open_stream(
         # The statistics depend on the position in an example, so examples must not be packed. All
-        # batches must have one length, so that their statistics can be added.
+        # batches must have the same length, so that their statistics can be added.
         replace(experiment.data, pack=False, buckets=()),
         experiment.vocabulary.build(),
         data_dir=data_dir,
@@ -249,7 +251,7 @@ def _fit_to_teacher(
     fitted, divergences = fit_layers(trainer.student, variables["params"], statistics)
 
     def on_mesh(new: ArrayLike, old: jax.Array) -> jax.Array:
-        """Returns a fitted array on the mesh. All other arrays are returned unchanged."""
+        """Moves a fitted array to the mesh, and returns an array that was not fitted unchanged."""
         if new is old:
             return old
         return replicate_to_devices(new, old.sharding)
@@ -261,9 +263,10 @@ def _fit_to_teacher(
 class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce the teacher's activations.
 
-    The student's experiment is the teacher's experiment with another model, training and
-    evaluation. Every step gets the teacher's variables as an argument, so the saved state does not
-    contain them. The teacher's variables may be `None` if the student makes no more steps.
+    The student's experiment is the teacher's experiment with a different model and different
+    settings of training and evaluation. Every step gets the teacher's variables as an argument, so
+    the saved state does not contain them. The teacher's variables may be `None` if no training
+    steps are left.
     """
 
     def __init__(
@@ -277,14 +280,14 @@ class DistillationTrainer(Trainer):
 
         Args:
           taught: the experiment of the teacher.
-          variables: the teacher's variables, with looped layers. `None` is allowed if no steps are
-            left.
+          variables: the teacher's variables, with looped layers. `None` is allowed if no training
+            steps are left.
           recipe: the configuration of the distillation.
           devices: the devices to use. `None` stands for all devices.
 
         Raises:
           ValueError: if the recipe uses micro-batches or adapters, or if its replacements do not
-            fit.
+            fit the teacher.
         """
         if recipe.training.micro_batches != 1:
             raise ValueError(
@@ -297,7 +300,8 @@ class DistillationTrainer(Trainer):
                 "training.adapters out."
             )
 
-        # The experiment of a run has a dtype. An experiment from a recipe may still have "auto".
+        # The experiment of a run has a specific dtype, but the dtype of an experiment from a recipe
+        # may still be "auto".
         taught = taught.resolved(None if devices is None else devices[0].platform)
         assert isinstance(taught.model, EncoderDecoder)
         self.teacher = unroll(taught.model)
@@ -336,24 +340,24 @@ class DistillationTrainer(Trainer):
     def inherited_variables(self) -> Variables:
         """Returns the variables with which the student starts.
 
-        The student starts with the teacher's arrays. If the teacher has no array of the same path
-        and shape, the student's array is initialized.
+        The student starts with copies of the teacher's arrays. If the teacher has no array with the
+        same path and shape, the student's array is newly initialized.
         """
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
 
         def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
-            """Returns a copy of the teacher's array if it fits, and the new array otherwise."""
+            """Returns a copy of the teacher's array if its shape fits, or else the new array."""
             array = of_teacher.get(path)
             if array is None or array.shape != fresh.shape:
                 return fresh
-            # Every step donates the buffers of the state. The teacher's buffers are still needed,
-            # so the arrays are copied.
+            # The arrays are copied because every step donates the buffers of the student's state,
+            # but the teacher's buffers are needed in later steps.
             return replicate_to_devices(jnp.copy(gather_to_host(array)), fresh.sharding)
 
         return jax.tree.map_with_path(inherited, self.init().variables)
 
     def fitted_layers(self) -> tuple[dict[Layer, Attention], dict[str, list[str]]]:
-        """Returns the replacements that can be fitted to the teacher's attention, and all others.
+        """Returns the mixers that can be fitted to the teacher's attention, and all others.
 
         Returns:
           The student's attention in the layers that can be fitted, and the names of all other
@@ -448,7 +452,7 @@ class DistillationTrainer(Trainer):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the mean squared error, and its ratio to the variance of the target.
 
-        The error and the ratio are scalars, and means over positions and over replaced mixers.
+        Both results are scalars, averaged over positions and over replaced mixers.
         """
         if not self.recipe.together:
             # Every replaced mixer reads the teacher's inputs, and the decoder reads the output of
@@ -474,7 +478,7 @@ class DistillationTrainer(Trainer):
     def activations(
         self, model: EncoderDecoder, variables: PyTree, batch: Batch
     ) -> dict[str, jax.Array]:
-        """Returns the values that a model sows in `TAPS`, by path.
+        """Returns the values that a model sows in the collection `TAPS`, by path.
 
         The model runs with teacher forcing and without dropout.
         """
@@ -487,9 +491,9 @@ class DistillationTrainer(Trainer):
 def _to_compare(
     target: dict[str, jax.Array], activations: dict[str, jax.Array], pair: TapPair
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the teacher's and the student's activations that a pair of taps compares.
+    """Returns the activations of the teacher and of the student that are compared for a mixer.
 
-    Among the outputs of the pair, the first output with the same shape in both models is used.
+    The function uses the first of `pair.outputs` that has the same shape in both models.
 
     Raises:
       ValueError: if no output has the same shape in both models.
@@ -510,8 +514,8 @@ def squared_error(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean squared error of an output, and its ratio to the variance of the target.
 
-    Padding is ignored. If the output is always the mean of the target over positions, the ratio is
-    1.
+    Padding is ignored. If the output at every position is the mean of the target over positions,
+    the ratio is 1.
 
     Args:
       target: the target ``[b, n, …]``.
@@ -521,7 +525,7 @@ def squared_error(
     Returns:
       Two scalars in float32.
     """
-    # The target and the output become ``[b, n, features]``.
+    # The target and the output are reshaped to ``[b, n, features]``.
     shape = (*not_padding.shape, -1)
     target = target.reshape(shape).astype(jnp.float32)
     output = output.reshape(shape).astype(jnp.float32)
@@ -529,7 +533,7 @@ def squared_error(
     count = jnp.maximum(weight.sum(), 1.0)
     error = (weight * jnp.square(output - target)).sum() / (count * target.shape[-1])
 
-    mean = (weight * target).sum((0, 1)) / count  # [features]
+    mean = (weight * target).sum((0, 1)) / count  # [features].
     # `variance` is the variance of each feature over positions, averaged over features.
     variance = (weight * jnp.square(target - mean)).sum() / (count * target.shape[-1])
     return error, error / jnp.maximum(variance, 1e-30)

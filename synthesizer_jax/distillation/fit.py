@@ -2,10 +2,11 @@
 
 The logits of a static alignment, such as a Random table, do not depend on the tokens. The best
 logits maximize the likelihood of the teacher's attention. In other words, the best logits minimize
-the mean of ``KL(teacher ‖ static)`` over queries. Teacher and static are distributions over the
-keys that a query sees. A fit needs only two statistics: the sums of the teacher's weights, and the
-number of queries by position and by number of visible keys. One pass over the data collects these
-statistics.
+the mean of ``KL(teacher ‖ static)`` over queries, where ``teacher`` and ``static`` are the
+attention weights of a query over the keys that it sees. A fit needs only two statistics, which one
+pass over the data collects. The first statistic is the sum of the teacher's weights for every pair
+of positions. The second statistic is the number of queries for each position and each number of
+visible keys.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Statistics(NamedTuple):
     All arrays are sums over examples.
 
     Attributes:
-      mass: the weights ``[heads, n, n]`` of each query and key. If the weights of a query sum to
-        less than one, the remaining weight belongs to the head's sink.
+      mass: the attention weight of each pair of a query and a key, ``[heads, n, n]``. If the
+        weights of a query sum to less than one, the remaining weight belongs to the head's sink.
       negentropy: Σ p log p over all queries, in nats, as ``[heads]``. The sum includes the weights
         of sinks.
       queries: the number of queries, as ``[n, n + 1]``. The first axis is the position of a query,
@@ -112,7 +113,7 @@ def is_static(alignment: Alignment) -> bool:
 
 
 def is_softmax_of_logits(attention: Attention) -> bool:
-    """Returns whether a layer's weights are only the softmax of its logits over visible keys."""
+    """Returns whether attention is a plain softmax, without sinks, soft cap or window."""
     return not attention.sinks and attention.soft_cap is None and attention.window is None
 
 
@@ -133,10 +134,9 @@ def attention_statistics(
 
     Args:
       variables: the variables of the teacher.
-      batch: unpacked rows, which are padded at the end.
+      batch: rows that are not packed and are padded at the end.
       model: the teacher, with looped layers.
-      students: a pair for each layer to fit, with the layer and the student's attention in this
-        layer.
+      students: the layers to fit, each with the student's attention in this layer.
     """
     _, sown = teacher_forced(model, variables, batch, collection="intermediates")
     statistics = {}
@@ -164,7 +164,8 @@ def _layer_statistics(
       causal: whether a query sees only the keys up to its own position, as in decoders.
     """
     rows, n = real.shape
-    # `weights` is ``[b, heads, q, k]``. The weights of queries at padding positions are zero.
+    # `weights` is ``[b, heads, q, k]``. The weights of queries at padding positions are set to
+    # zero.
     weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
     if student.window is not None:
         weights = weights * is_in_window(n, student.window)
@@ -178,7 +179,8 @@ def _layer_statistics(
         seen = jnp.arange(1, n + 1)
     else:
         seen = real.sum(axis=1, keepdims=True)
-    # `queries` has one-hot vectors ``[b, n, n + 1]`` of the number of keys that a query sees.
+    # For each query, `queries` ``[b, n, n + 1]`` has a one-hot vector of the number of visible
+    # keys.
     queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
 
     negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))  # [heads]
@@ -232,7 +234,7 @@ def divergence(
       soft_cap: the student's `Attention.soft_cap`.
       window: the student's `Attention.window`.
       sinks: the logits ``[heads]`` of the sinks, if the student has `Attention.sinks`. A sink acts
-        like an additional key.
+        like an additional key whose value is zero.
 
     Returns:
       The divergence of each head, as ``[heads]``.
@@ -298,8 +300,8 @@ def fit(
         visible &= is_in_window(length, attention.window)
     smooth = _add_prior(statistics, visible=visible, causal=causal)
 
-    # Tables begin close to the best logits. The bias is subtracted from the best logits, because
-    # the table and the bias are added.
+    # The initial values of tables are close to the best logits. The bias is subtracted from the
+    # best logits, because the table and the bias are added.
     params = initial_parameters(attention, d_model, seed=seed)
     start = _best_logits(smooth, soft_cap=attention.soft_cap, visible=visible, sinks=sinks)
     start -= np.asarray(bias)
@@ -323,7 +325,7 @@ def fit(
 def _best_logits(
     statistics: Statistics, *, soft_cap: float | None, visible: np.ndarray, sinks: jax.Array | None
 ) -> np.ndarray:
-    """Returns logits ``[heads, n, n]`` whose weights are about the mean attention of the teacher.
+    """Returns logits ``[heads, n, n]`` whose softmax is close to the teacher's mean attention.
 
     The result is optimal if all queries at a position see the same keys, and if no logit reaches
     the soft cap.
@@ -341,7 +343,8 @@ def _best_logits(
 
     if soft_cap is not None:
         # Without sinks, adding a constant to all logits of a query does not change the weights of
-        # the query. Center the logits, so that they use the middle of the cap.
+        # the query. Center the logits around zero, so that they stay within the range of the soft
+        # cap.
         if sinks is None:
             logits -= (logits * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
         # Apply the inverse of the soft cap.
@@ -356,8 +359,8 @@ def fit_layers(
 
     Args:
       student: the student, with looped layers.
-      params: the student's parameters. The teacher's position bias and sinks are among these
-        parameters and are not changed.
+      params: the student's parameters. The parameters include the teacher's position bias and
+        sinks, which are not changed.
       statistics: the statistics of the teacher, for each layer to be fitted.
 
     Returns:
@@ -430,9 +433,9 @@ def position_logits(
 def times_seen(queries: np.ndarray) -> np.ndarray:
     """Returns how many queries see each key, as ``[q, k]``.
 
-    The argument ``[q, k + 1]`` contains numbers of queries. The first axis is the position of a
-    query, and the second axis is the number of keys that the query sees, counted from the first
-    key.
+    The entries of the argument ``[q, k + 1]`` are numbers of queries. The first axis is the
+    position of a query, and the second axis is the number of keys that the query sees, counted from
+    the first key.
     """
     # Key k is seen by all queries that see more than k keys, so the counts are summed from the
     # right.
@@ -453,34 +456,36 @@ def sums_by_distance(x: np.ndarray) -> np.ndarray:
 def _add_prior(statistics: Statistics, *, visible: np.ndarray, causal: bool) -> Statistics:
     """Returns statistics with `PRIOR` additional queries at each position.
 
-    The weights of the added queries are the mean attention by distance. The added queries see all
-    keys that are `visible` ``[q, k]``. If a distance does not occur in the data, the mean attention
-    of the nearest distance that occurs is used.
+    The additional queries smooth the statistics. Their weights are the teacher's mean attention at
+    each distance. If a distance does not occur in the data, the mean attention at the nearest
+    distance that occurs is used. The additional queries see all keys that are `visible` ``[q, k]``.
     """
     mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
 
-    # `seen` is ``[2 n − 1]`` and counts how often each distance from a query to a key occurs.
-    seen = sums_by_distance(times_seen(queries))
-    # `by_distance` is ``[heads, 2 n − 1]`` and contains the mean weight at each distance.
-    by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
-    # `nearest` is ``[2 n − 1]``. For each distance, it has the index of the nearest distance that
+    # `seen` has the shape ``[2 n − 1]`` and counts how often each distance from a query to a key
     # occurs.
+    seen = sums_by_distance(times_seen(queries))
+    # `by_distance` has the shape ``[heads, 2 n − 1]`` and contains the mean weight at each
+    # distance.
+    by_distance = np.stack(list(map(sums_by_distance, mass))) / np.maximum(seen, 1e-30)
+    # `nearest` has the shape ``[2 n − 1]``. For each distance, `nearest` contains the index of the
+    # nearest distance that occurs in the data.
     occurring = np.flatnonzero(seen > 0)
     nearest = occurring[np.abs(np.arange(2 * n - 1)[:, None] - occurring).argmin(1)]
 
-    # `prior` is ``[heads, n, n]`` and contains the weights that follow from the distances of
-    # positions.
+    # `prior` has the shape ``[heads, n, n]`` and contains the mean weight at the distance of each
+    # pair of positions.
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
     prior = prior * visible
-    # `of_keys` is ``[heads]`` and contains the mean weight of all keys together. The remaining
-    # weight belongs to the sink.
+    # `of_keys` has the shape ``[heads]`` and contains the mean over queries of the summed weight of
+    # all keys. The remaining weight belongs to the sink.
     of_keys = mass.sum((1, 2)) / np.maximum(queries.sum(), 1e-30)
     prior = PRIOR * of_keys[:, None, None] * prior / prior.sum(-1, keepdims=True)
 
-    # An added query of a decoder sees the keys up to its own position. An added query of an encoder
-    # sees all keys.
+    # In a decoder, each additional query sees the keys up to its own position. In an encoder, the
+    # additional queries see all keys.
     last = np.arange(1, n + 1) if causal else np.full(n, n)
     added = queries + PRIOR * (np.arange(n + 1) == last[:, None])
     return Statistics(
@@ -495,18 +500,19 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
       start: the table ``[heads, n, n]``.
       params: initial factors, which have the shapes of the result.
       rank: the largest rank.
-      visible: a mask ``[n, n]`` of the elements of the table that matter.
+      visible: a mask ``[n, n]`` of the elements of the table that are approximated.
     """
     # Adding a constant to a row does not change the softmax of the row, so rows are centered first.
     mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
     u, s, v = np.linalg.svd(np.where(visible, start - mean, 0.0), full_matrices=False)
-    # Each factor is ``[heads, n, rank]`` and contains the square roots of the singular values.
+    # Each factor has the shape ``[heads, n, rank]`` and is multiplied by the square roots of the
+    # singular values.
     roots = np.sqrt(s[:, None, :rank])
     factors = {
         "query_factor": u[:, :, :rank] * roots,
         "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots,
     }
-    # A short table has fewer singular values than the rank. Additional columns of the factors are
+    # If the table has fewer than `rank` singular values, the remaining columns of the factors are
     # zero.
     missing = max(rank - roots.shape[-1], 0)
     resized = {}
@@ -517,16 +523,17 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, visible: np.ndar
 
 
 def _standard_gaussian(statistics: Statistics) -> PyTree:
-    """Returns a Gaussian for each head, in units in which L-BFGS can fit it.
+    """Returns the parameters of a Gaussian for each head, scaled for the fit with L-BFGS.
 
     A line search cannot fit a center and a width in tokens together, because their scales are too
-    different. Therefore, a center of 0 stands for the mean distance to the keys that a head attends
-    to. A log-precision of 0 stands for the inverse of the variance of the distances.
+    different. Both parameters are therefore relative to the distances between a query and the keys
+    that the head attends to. A center of 0 stands for the mean of these distances, and a
+    log-precision of 0 stands for the inverse of their variance.
     """
     mass = np.asarray(statistics.mass)
     weights = mass / mass.sum((1, 2), keepdims=True)
     n = mass.shape[-1]
-    distance = np.arange(n)[None, :] - np.arange(n)[:, None]  # from a query to a key
+    distance = np.arange(n)[None, :] - np.arange(n)[:, None]  # distance from a query to a key
     mean = (weights * distance).sum((1, 2))  # [heads]
     variance = (weights * (distance - mean[:, None, None]) ** 2).sum((1, 2))  # [heads]
     deviation = np.sqrt(np.maximum(variance, MIN_VARIANCE))
@@ -540,13 +547,13 @@ def _standard_gaussian(statistics: Statistics) -> PyTree:
 
 
 def _to_params(alignment: Alignment, fitted: PyTree) -> PyTree:
-    """Returns the parameters of an alignment for the values that `_minimize` changes.
+    """Converts the values that `_minimize` changes to the parameters of an alignment.
 
-    The two are equal except for a Gaussian; see `_standard_gaussian`.
+    Only the parameters of a Gaussian differ from these values; see `_standard_gaussian`.
     """
     if not isinstance(alignment, GaussianBias):
         return fitted
-    # The units of a Gaussian are constants during the fit.
+    # The mean and the deviation, which are the units of the fit, stay constant.
     mean = jax.lax.stop_gradient(fitted["mean"])
     deviation = jax.lax.stop_gradient(fitted["deviation"])
     precision = jnp.exp(jnp.clip(fitted["log_precision"], *LOG_PRECISIONS)) / deviation**2
@@ -572,7 +579,7 @@ def _minimize(
     optimizer = optax.lbfgs()
 
     def loss(fitted: PyTree) -> jax.Array:
-        """Returns the divergence, summed over heads."""
+        """Returns the sum of the divergences of all heads."""
         params = _to_params(alignment, fitted)
         logits = position_logits(
             alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model

@@ -43,10 +43,11 @@ PLACES = {
 @register
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """The replacement of a mixer, in some or all layers of a stack.
+    """Replaces a mixer in some or all layers of a stack.
 
     Attributes:
-      by: the new mixer. If it is an alignment, the existing attention then uses this alignment.
+      by: the new mixer. If `by` is an alignment, the existing attention is kept but uses this
+        alignment.
       place: the mixer to replace. ``"encoder"`` and ``"decoder"`` stand for the self-attention of
         these stacks, and ``"cross"`` stands for the decoder's cross-attention.
       scope: the part of a layer that is replaced. ``"mixer"`` replaces only the mixer (ALR, ALSR,
@@ -83,11 +84,11 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         blocks = blocks_of(model, name)
         for index in _layer_indices(replacement, len(blocks)):
             blocks[index] = _replace_mixer(blocks[index], replacement)
-        # Neighboring layers with equal blocks are grouped into one run again.
+        # Neighboring layers with equal blocks are grouped into one `Run`.
         runs = tuple(Run(block, len(list(group))) for block, group in itertools.groupby(blocks))
 
-        # Keep the stack's position bias as long as at least one layer has logits to which the bias
-        # is added.
+        # Keep the stack's position bias only if at least one layer has logits to which the bias is
+        # added.
         bias = stack.bias
         if not any(run.block.self_mixer.bias_heads for run in runs):
             bias = None
@@ -103,7 +104,7 @@ def blocks_of(model: TokenModel, stack: str) -> list[Block]:
 def check_layers_differ(model: TokenModel, stack: str) -> None:
     """Raises a `ValueError` if the layers of a stack share their parameters.
 
-    The layers of a `UniversalStack` share their parameters, so no layer can be replaced alone.
+    The layers of a `UniversalStack` share their parameters, so a single layer cannot be replaced.
     """
     layers = stacks_of(model)[stack]
     if isinstance(layers, UniversalStack):
@@ -117,7 +118,7 @@ def self_attention(model: TokenModel, layer: Layer) -> Attention:
     """Returns the self-attention of a layer.
 
     Raises:
-      ValueError: if the layer has another mixer instead of self-attention.
+      ValueError: if the layer has a mixer that is not an `Attention`.
     """
     stack, index = layer
     mixer = blocks_of(model, stack)[index].self_mixer
@@ -162,7 +163,7 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
 
 
 class TapPair(NamedTuple):
-    """The activations at which a replaced mixer is compared with the teacher's mixer.
+    """The paths of activations at which a replaced mixer is compared with the teacher's mixer.
 
     Attributes:
       stack: the name of the stack, ``encoder`` or ``decoder``.
@@ -170,8 +171,8 @@ class TapPair(NamedTuple):
       mixer: the name of the replaced mixer in the layer.
       inputs: the path of the mixer's inputs in the collection of taps. The student uses the
         teacher's inputs.
-      outputs: the paths of activations that can be compared. Only the first activation with the
-        same shape in both models is used.
+      outputs: the paths of activations that can be compared. The first activation that has the same
+        shape in both models is compared.
     """
 
     stack: str
@@ -186,7 +187,8 @@ def tap_pairs(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> I
     for replacement in replacements:
         stack, mixer, prefix = PLACES[replacement.place]
         outputs_by_scope = {
-            # Prefer the outputs of the heads, which a replacement of attention may not have.
+            # Prefer to compare the outputs of the heads. If the replacement has no heads, the
+            # outputs of the mixers are compared.
             "mixer": (f"{mixer}/heads", f"{prefix}_mixed"),
             "sublayer": ("self_output",),
             "layer": ("output",),

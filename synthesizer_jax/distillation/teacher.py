@@ -1,6 +1,6 @@
 """Restores the checkpoint that a distillation learns from.
 
-A distillation that continues must learn from the same checkpoint as before. The student's run
+A resumed distillation must learn from the checkpoint with which it began. The student's run
 therefore records the teacher's checkpoint.
 """
 
@@ -42,15 +42,15 @@ class Teacher(NamedTuple):
 def read_teacher(
     source: pathlib.Path, directory: pathlib.Path, *, finished: bool
 ) -> tuple[Teacher, Variables | None]:
-    """Restores the teacher of a distillation that begins or continues.
+    """Restores the teacher of a new or resumed distillation.
 
     Args:
       source: the teacher, ``RUN`` or ``RUN/checkpoints/STEP``.
       directory: the student's run. If the student has a checkpoint, the distillation continues with
-        the recorded step of the teacher. Distillations of earlier versions recorded no step, and
-        continue with the teacher's newest step.
-      finished: whether the student has made its last step. A finished student does not need the
-        teacher.
+        the recorded step of the teacher. Earlier versions of this package recorded no step. A
+        distillation of such a version continues with the teacher's newest step.
+      finished: whether the student has finished its last training step. A finished student does not
+        need the teacher.
 
     Returns:
       The teacher and its variables. The variables are `None` if the distillation is finished and
@@ -58,7 +58,7 @@ def read_teacher(
 
     Raises:
       ValueError: if the checkpoint with which the distillation began is gone, or if `source` names
-        another checkpoint.
+        a different checkpoint.
     """
     run, step = find_checkpoint(source)
     recorded = None

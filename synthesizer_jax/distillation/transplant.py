@@ -1,4 +1,4 @@
-"""Gives a model other alignments in such a way that its outputs do not change at first."""
+"""Replaces the alignments of a model without changing its initial outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from synthesizer_jax.models.zoo import VARIANTS
 def with_variants(
     model: EncoderDecoder, *, encoder: str | None, decoder: str | None, max_length: int
 ) -> EncoderDecoder:
-    """Returns a model whose self-attention has the alignments of other variants of the zoo.
+    """Returns a model whose self-attention has the alignments of the given variants.
 
     If a variant is a mixture, the model's own alignment replaces the dot product in the mixture.
 
@@ -62,16 +62,16 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
 
     Args:
       teacher: a model with looped layers.
-      student: the same model with other alignments in self-attention. Each alignment is a `Mixture`
-        that contains the teacher's alignment; see `Mixture.start_as`.
+      student: the same model with different alignments in self-attention. Each new alignment is a
+        `Mixture` that contains the teacher's alignment; see `Mixture.start_as`.
       params: the teacher's parameters, which are arrays or `checkpoints.streamed.Unread`.
 
     Raises:
-      ValueError: if an alignment of the student does not contain the teacher's alignment, or if
-        another part of the mixture cannot start at zero.
+      ValueError: if an alignment of the student does not contain the teacher's alignment, or if the
+        logits of another part of the mixture cannot start at zero.
     """
-    # The dictionaries that are changed below are copied, because the caller's dictionaries must not
-    # change.
+    # The dictionaries that the code below changes are copied, so that the caller's dictionaries
+    # stay unchanged.
     params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
     for stack, mixer in STACKS.items():
         pairs = zip(blocks_of(teacher, stack), blocks_of(student, stack), strict=True)
@@ -109,7 +109,7 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
 
     Raises:
       ValueError: if there is too little memory, or if the alignment has constants, such as the
-        table of a Fixed Random.
+        table of a Fixed Random Synthesizer.
     """
     alignment = attention.alignment
 
@@ -119,7 +119,8 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
         context = attention.context(Span(0, 1), Span(0, 1))
         return alignment.init(jax.random.key(seed), x, x, context)
 
-    # An element needs four bytes, and another four bytes for the random bits from which it is made.
+    # Each element needs four bytes, and the random bits from which it is made need another four
+    # bytes.
     needed = 8 * num_elements(jax.eval_shape(init))
     free = free_memory()
     if free is not None and needed > free:

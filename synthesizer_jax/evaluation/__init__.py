@@ -1,1 +1,1 @@
-"""Evaluates models by predictions, metrics of tasks and averages, and writes the results."""
+"""Evaluates models: predicts answers, computes the metrics of tasks, and writes the results."""

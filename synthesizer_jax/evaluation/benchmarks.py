@@ -64,7 +64,7 @@ def averages(results: Results) -> dict[str, float]:
 
 
 def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
-    """Returns the average of all groups, where each group has its value at the group's best step.
+    """Returns the average over all groups of the value that each group has at its best step.
 
     Returns `None` if no step has results of all tasks.
 
@@ -122,7 +122,7 @@ def _group_means(results: Results, benchmark: str) -> list[float]:
 
 
 def _best(values: Mapping[int, float]) -> int:
-    """Returns the step with the highest value, or the first step if several values are equal.
+    """Returns the first of the steps with the highest value.
 
     NaN counts as less than any number.
     """
@@ -152,7 +152,7 @@ def write_submission(
       The number of invalid predictions in each file, by the path of the file.
 
     Raises:
-      ValueError: two tasks have the same leaderboard file. If the error is raised, no file is
+      ValueError: if two tasks have the same leaderboard file. If the error is raised, no file is
         written.
     """
     texts: dict[pathlib.Path, str] = {}
@@ -192,8 +192,8 @@ def _is_invalid(value: Value) -> bool:
 
 
 def _format_label(task: Task, value: Value, *, file: str) -> int | str:
-    """Returns a value in the format of a file: a label word, an integer, a number or a text."""
-    if isinstance(value, str):  # only the answers to ReCoRD are texts
+    """Returns a value in the format of a file, such as a label word or an integer."""
+    if isinstance(value, str):  # only the answers to ReCoRD are strings
         return value
     if file == "STS-B":
         return f"{min(max(value, 0.0), 5.0):.3f}"

@@ -19,7 +19,7 @@ class Evaluation:
     """Configures what is evaluated during a run, and how the command `eval` decodes.
 
     The command `generate` also uses the settings from `alpha` to `extra_length` and from
-    `repetition_penalty` to `stop_strings`. Options of the command replace these settings.
+    `repetition_penalty` to `stop_strings`. Options on the command line override these settings.
 
     Attributes:
       every: number of steps between evaluations. With 0, the model is evaluated only after the last
@@ -36,8 +36,8 @@ class Evaluation:
       repetition_penalty: see `Decoding`.
       no_repeat_ngram_size: see `Decoding`.
       stop_strings: see `Decoding`.
-      max_examples: maximum number of examples per task. The last group of examples is completed.
-        None means all examples.
+      max_examples: maximum number of examples per task. The maximum may be exceeded to complete the
+        last group of examples, such as the answers to one question. None means all examples.
       batch_size: number of examples per compiled batch.
       loss_batches: the teacher-forced loss is computed for at most this many batches of each task's
         labeled examples. With 0, the loss is not computed.
@@ -49,7 +49,7 @@ class Evaluation:
       min_improvement: a score counts as improved if it exceeds the best previous score by more than
         `min_improvement`.
       save_predictions: whether a run also writes the model's answer to every example, into
-        ``evaluation/STEP/TASK.jsonl``. Texts without inputs have no answers.
+        ``evaluation/STEP/TASK.jsonl``. Examples that consist only of a text have no answers.
     """
 
     every: Number = 0
@@ -73,12 +73,12 @@ class Evaluation:
     def decoding(self, max_length: int, **given: Any) -> Decoding:
         """Returns settings of decoding.
 
-        The returned settings are those of this configuration, except for the beams and the dtype of
+        All settings are copied from this configuration, except the number of beams and the dtype of
         the logits.
 
         Args:
           max_length: maximum number of decoded tokens.
-          **given: settings that replace those of this configuration.
+          **given: settings of `Decoding` that override the settings of this configuration.
         """
         names = (
             "alpha",

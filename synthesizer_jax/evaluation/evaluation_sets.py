@@ -1,4 +1,4 @@
-"""Loads evaluation sets, which are the examples of one task and split with their labels."""
+"""Loads evaluation sets, each of which contains the examples of one task and one split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """The examples of one task and split, in the order of the original file.
+    """The examples of one task and one split, in the order of the original file.
 
     Attributes:
       task: the task.
@@ -63,7 +63,7 @@ class EvaluationSet:
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
-        """The indices of the examples that have a label. A test split may have none."""
+        """The indices of the examples that have a label, which test splits may hide."""
         return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
 
     def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
@@ -72,12 +72,12 @@ class EvaluationSet:
         The metrics of T5's tasks are in percent.
 
         Args:
-          answers: the answers to all examples, or only the texts of the answers. Answers to
-            examples without a label are ignored.
+          answers: the answers to all examples, as `Answers` or as strings. Answers to examples
+            without a label are ignored.
 
         Raises:
-          ValueError: the number of answers differs from the number of examples, or a metric is not
-            a number.
+          ValueError: if the number of answers differs from the number of examples, or a metric is
+            not a number.
         """
         if not isinstance(answers, Answers):
             answers = Answers(list(answers))
@@ -100,7 +100,7 @@ class EvaluationSet:
         return result
 
     def predicted_value(self, index: int, prediction: str) -> Value:
-        """Returns the value that metrics use for a prediction for an example."""
+        """Returns the value that metrics use for the predicted text of an example."""
         return self.task.postprocess(self._shown(prediction), example=self.examples[index])
 
     def _shown(self, answer: str) -> str:
@@ -167,10 +167,10 @@ def load_evaluation_set(
 ) -> EvaluationSet:
     """Reads the prepared examples of a task and split.
 
-    A task of texts has no inputs. If the training objective makes inputs from texts, as span
-    corruption does, the objective makes the examples from the whole split. The noise of the
-    objective is the same in every call. If the objective does not make inputs, each example is a
-    whole text.
+    The examples of some tasks are texts without inputs. If the training objective makes inputs from
+    texts, as span corruption does, the objective makes the examples from the whole split. The noise
+    of the objective is the same in every call. If the objective does not make inputs, each example
+    is a whole text.
 
     Args:
       name: the name of the task.
@@ -178,16 +178,16 @@ def load_evaluation_set(
       prepared: the data directory and the vocabulary.
       lengths: maximum lengths of ``inputs`` and ``targets``, including EOS. Texts without inputs
         are not truncated.
-      max_examples: reading ends with the group of rows that reaches this number of rows. A group is
-        a question of MultiRC, a query of ReCoRD, a pair of AX-g, or a single row of any other task.
-        None means all rows.
-      objective: the objective by which the model is trained on texts without inputs. None means
-        that the texts are targets.
+      max_examples: reading stops after this number of rows, at the end of the current group. A
+        group is a question of MultiRC, a query of ReCoRD, a pair of AX-g, or a single row of any
+        other task. None means all rows.
+      objective: the objective with which the model is trained on texts without inputs. None means
+        that whole texts are the targets.
       ids: the special ids of the model.
 
     Raises:
-      FileNotFoundError: the split is not prepared for evaluation.
-      ValueError: the files of the split are damaged, or the split has inputs but the length of
+      FileNotFoundError: if the split is not prepared for evaluation.
+      ValueError: if the files of the split are damaged, or the split has inputs but the length of
         inputs is 0.
     """
     task = task_registry.find_task(name)
@@ -303,7 +303,7 @@ def evenly_spaced(rows: Sequence[T], count: int) -> list[T]:
 def evaluation_tasks(
     mixture: str, prepared: PreparedTasks, split: str = "validation"
 ) -> list[tuple[str, str]]:
-    """Returns pairs of a task and a split, on which a mixture is evaluated; see `task_splits`."""
+    """Returns the tasks and splits on which a mixture is evaluated; see `task_splits`."""
     names = [n for n in prepared.rates(mixture) or {} if n in task_registry.member_names(mixture)]
     parts = (split, f"{split}_matched", f"{split}_mismatched")
     splits = {name: [part for part in parts if prepared.find(name, part)] for name in names}
@@ -321,11 +321,12 @@ def loss_weight(rates: Mapping[str, float], task: str) -> float:
 
 
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
-    """Returns the lowest losses, in nats per example, of models that do not read the inputs.
+    """Returns the lowest losses that are possible without reading the inputs.
 
-    The losses are entropies of the targets. ``per_task`` is the weighted mean over tasks of the
-    entropy of a task's targets, which is the lowest loss of a model that knows the task. ``joint``
-    is the entropy of the targets of all tasks together, with the same weights of the tasks.
+    The losses are entropies of the targets, in nats per example. ``per_task`` is the weighted mean
+    over tasks of the entropy of a task's targets, which is the lowest loss of a model that knows
+    the task. ``joint`` is the entropy of the targets of all tasks together, with the same weights
+    of the tasks.
 
     Args:
       sets: evaluation sets of tasks with label words, and the weight of each set.

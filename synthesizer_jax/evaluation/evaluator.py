@@ -1,4 +1,4 @@
-"""Evaluates a run by the held-out loss and the metrics of every task."""
+"""Computes the held-out loss and the metrics of every task for a run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Evaluator:
       data: the configuration of the data on which the model was trained.
       evaluation: the configuration of what to measure.
       prepared: the data directory and the vocabulary of the prepared examples.
-      only: names of the tasks to evaluate. The name of a trained task also stands for the tasks
-        that measure it. None means all tasks.
+      only: names of the tasks to evaluate. The name of a trained task also selects the tasks that
+        are only evaluated and measure it, such as mismatched MNLI for MNLI. None means all tasks.
 
     Attributes:
       sets: the examples of every task that has the split.
@@ -41,9 +41,9 @@ class Evaluator:
       lacking: the tasks of the mixture that do not have the split.
 
     Raises:
-      ValueError: `only` names a task that is not in the mixture, or a masked language model would
-        have to answer a task.
-      FileNotFoundError: no task has the split.
+      ValueError: if `only` names a task that is not in the mixture, or the model is a masked
+        language model and a task requires answers.
+      FileNotFoundError: if no task has the split.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Evaluator:
         The results over all tasks are ``score``, the losses and the averages of benchmarks.
         ``score`` decides which checkpoints are kept and when a run stops early. The score is the
         mean over tasks of the mean of each task's metrics. If no task has a metric, for example
-        because all tasks are texts, the score is −``loss``. The measures of texts do not count for
-        the mean, because they are lower for a better model and are not percentages.
+        because all tasks are texts, the score is −``loss``. The mean does not include the measures
+        of texts, because they are lower for a better model and are not percentages.
 
         Args:
           variables: the variables of the model.
@@ -174,7 +174,7 @@ class Evaluator:
 
 
 def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
-    """Raises a `ValueError` if a masked language model would have to answer a task.
+    """Raises a `ValueError` if the model is a masked language model and a task requires answers.
 
     The message names the first task whose targets are not masked tokens.
     """

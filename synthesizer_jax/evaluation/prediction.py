@@ -92,12 +92,12 @@ class Predictor:
     Args:
       model: an unbound model.
       variables: the variables of the model, on any devices.
-      vocabulary: maps text to ids and back.
+      vocabulary: the vocabulary, which converts texts to ids and ids to texts.
       inputs_length: inputs are truncated to this many tokens. With 0, there are no inputs, and a
         `LanguageModel` continues the given texts.
       row_length: number of tokens in a training row, which holds a text to continue and its
-        continuation. Texts are not padded beyond this number, because a model may have no more
-        positions. None means that the number is not known.
+        continuation. Texts are not padded beyond `row_length`, because a model may have no more
+        positions. None means that the number of tokens in a training row is not known.
       decoding: the settings of decoding. If the settings ask for several sequences per input,
         `generate_texts` returns all sequences, and other methods return only the first.
       ranks: whether label words are scored for tasks that have them, instead of decoding an answer.
@@ -105,8 +105,8 @@ class Predictor:
         only with these words; see `DataConfig.classes`.
       batch_size: number of rows in a compiled batch.
       mesh: the mesh that shards the variables and the inputs. Batches are padded to a multiple of
-        the number of devices. If there are several processes, each process passes all inputs and
-        gets all answers. None means one device.
+        the number of devices. If there are several processes, every process must pass all inputs,
+        and gets all answers. None means one device.
 
     Attributes:
       advance: a function that is called with the number of inputs after every batch, to report
@@ -214,7 +214,7 @@ class Predictor:
         """Returns the log-probabilities of label words in nats, ``[n, words]`` float32.
 
         Raises:
-          ValueError: the model has classes, and a word is not one of them. See also
+          ValueError: if the model has classes, and a word is not one of them. See also
             `index_by_tokens`.
         """
         if self.classes is not None:
@@ -241,12 +241,12 @@ class Predictor:
 
         Args:
           inputs: token ids with EOS.
-          targets: token ids with EOS, one array for each input. For a masked language model, a
-            target has the length of its input. The target contains the tokens to predict at the
-            masked positions, and padding at all other positions.
+          targets: token ids with EOS, one array for each input. For a masked language model, each
+            target is as long as its input. The target contains the tokens to predict at the masked
+            positions, and padding at all other positions.
 
         Raises:
-          ValueError: the model has classes, and a target is not one of them.
+          ValueError: if the model has classes, and a target is not one of them.
         """
         model = self.model
         if self.classes is not None:
@@ -291,10 +291,10 @@ class Predictor:
 
     @property
     def _decoder(self) -> TextToText:
-        """The model, checked to be a `TextToText`, which can generate text.
+        """The model, after a check that it is a `TextToText` and can generate text.
 
         Raises:
-          TypeError: the model is an encoder.
+          TypeError: if the model is an encoder.
         """
         if not isinstance(self.model, TextToText):
             raise TypeError(
@@ -407,7 +407,7 @@ class Predictor:
 
 
 def _until_end(tokens: np.ndarray, ids: SpecialIds) -> list[int]:
-    """Returns the ids of a row that precede EOS or padding."""
+    """Returns the ids of a row before the first EOS or padding."""
     ends = np.flatnonzero(np.isin(tokens, (*ids.ends, ids.padding)))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 

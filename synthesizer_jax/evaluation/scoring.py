@@ -111,7 +111,7 @@ def evaluate_tasks(
         task = examples.task
         size = len(examples.inputs)
         loss_set = loss_sets[i] if loss_sets else None
-        # `passes` is the number of inputs that the model reads, for the display of progress.
+        # `passes` is the number of inputs that the model reads, which is needed to report progress.
         if task.is_text:
             window = predictor.decoding.max_length
             passes = sum(-(-len(target) // window) for target in examples.targets)
@@ -271,13 +271,14 @@ def evaluation_folder(
     Args:
       directory: the directory of the run.
       step: the evaluated step.
-      split: the split, or None for the split that the recipe evaluates. With None, the folder is
-        ``evaluation/STEP``. The folder of another split is ``evaluation/STEP/SPLIT``.
+      split: the split, or None for the split that the recipe evaluates. If `split` is None, the
+        folder is ``evaluation/STEP``. Otherwise, the folder is ``evaluation/STEP/SPLIT``.
       part: whether only some tasks or examples are evaluated. The files of such an evaluation are
         in the subfolder ``part``, because they must not replace the files of a whole evaluation.
 
     Raises:
-      OSError: a folder of the path is a link, which might lead out of the run's directory.
+      OSError: if a folder in the path is a symbolic link, which might lead out of the run's
+        directory.
     """
     for name in filter(None, ("evaluation", str(step), split, PART if part else None)):
         refuse_links(directory)
@@ -288,7 +289,7 @@ def evaluation_folder(
 def write_results(
     folder: pathlib.Path, step: int, results: Sequence[TaskResult], *, overall: Mapping[str, float]
 ) -> pathlib.Path:
-    """Writes ``FOLDER/results.json``. Numbers that are not finite become null.
+    """Writes ``FOLDER/results.json``. Numbers that are not finite are written as ``null``.
 
     Args:
       folder: the folder of the evaluation.

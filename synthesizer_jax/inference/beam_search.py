@@ -74,9 +74,9 @@ def beam_search(
 ) -> Sequences:
     """Searches for the most probable sequences of every example.
 
-    Each example has `beams` unfinished and `beams` finished sequences. The search for an example
-    ends at the maximum length of the example. The search ends earlier if no unfinished sequence can
-    get a better score than the worst finished sequence.
+    The search keeps `beams` unfinished and `beams` finished sequences of each example. The search
+    for an example ends at the maximum length of the example. The search ends earlier if no
+    unfinished sequence can get a better score than the worst finished sequence.
 
     Args:
       decoder: the model and its inputs.
@@ -89,7 +89,7 @@ def beam_search(
     b, n, m = search.shape
     logits, cache = decoder.next(*decoder.begin())  # [b, vocab]
 
-    # All beams of an example are equal at the start, so only the first beam may be extended.
+    # All beams of an example are initially equal, so only the first beam may be extended.
     empty = jnp.full((b, n, m), decoder.ids.padding, jnp.int32)
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     never = jnp.full((b, n), NEVER)
@@ -134,7 +134,7 @@ class _Search(NamedTuple):
         return self.decoder.batch, self.beams, self.decoder.max_length
 
     def is_unfinished(self, state: _Beams) -> jax.Array:
-        """Returns whether an example can still find a better sequence."""
+        """Returns whether the search can still find a better sequence for any example."""
         # Log-probabilities can only decrease, so `hope` is the best score that the best beam can
         # reach.
         hope = state.live[:, 0] / length_penalty(self.constraints.longest, self.alpha)
@@ -175,8 +175,8 @@ class _Search(NamedTuple):
         ended, ended_tokens = self._best_ended(state, found)
 
         if constraints.stops is not None:
-            # Any number of continuations can complete a stop string. A second search excludes
-            # tokens that complete a stop string, and finds n sequences that do not end.
+            # So many continuations may complete a stop string that fewer than n continuations do
+            # not end. A second search therefore excludes tokens that complete a stop string.
             allowed = constraints.without_stops(allowed, state.text)
             found = self._continuations(state, allowed, scores)
         live, order = jax.lax.top_k(jnp.where(found.ends, NEVER, found.scores), n)  # [b, n]
@@ -290,7 +290,8 @@ def top_tokens(
     near += jnp.take_along_axis(scores, chosen // groups, axis=1)[:, :, None]
     top, index = jax.lax.top_k(near.reshape(b, -1), count)
 
-    # Index g over the groups of all beams means group g % groups of beam g // groups.
+    # The groups of all beams are numbered together, so number g is group g % groups of beam g //
+    # groups.
     group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
     token = group % groups * GROUP + index % GROUP
     return top, group // groups, token.astype(jnp.int32)

@@ -40,8 +40,8 @@ class Constraints(NamedTuple):
     """Constraints on the lengths and tokens of decoded sequences. Lengths include EOS.
 
     Attributes:
-      shortest: ``[]`` the minimum length of every sequence. None means 1, and avoids a copy of the
-        logits.
+      shortest: ``[]`` the minimum length of every sequence. None means a minimum length of 1, and
+        avoids a copy of the logits.
       longest: ``[batch]`` the maximum length of the sequences of each example.
       repetition_penalty: ``[]`` the repetition penalty; see `Decoding`. None means no penalty.
       no_repeat_ngram_size: the length of n-grams that must not be repeated; see `Decoding`. None
@@ -93,7 +93,7 @@ class Constraints(NamedTuple):
         """
         past = jnp.concatenate([prompt, tokens], axis=1)  # [rows, k + m]
         row = jnp.arange(len(past))[:, None]
-        length = prompt.shape[1] + at  # the number of tokens in `past` so far
+        length = prompt.shape[1] + at  # the number of tokens in `past` so far.
         # The index is past the end of the vocabulary, so updates at this index are dropped.
         nowhere = logits.shape[1]
 
@@ -111,7 +111,7 @@ class Constraints(NamedTuple):
         return logits
 
     def follow(self, text: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the states of `stops` after tokens, and whether each token ends its sequence.
+        """Returns the states of `stops` after the tokens, and whether each token ends its sequence.
 
         Args:
           text: the states before the tokens.
@@ -194,7 +194,7 @@ class Decoder:
         self._kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
 
     def begin(self) -> tuple[jax.Array, DecodingCache]:
-        """Returns the first tokens ``[batch]`` for `next`, and the cache before these tokens."""
+        """Returns the tokens ``[batch]`` and the cache for the first call of `next`."""
         model = self._model
         inputs = (self._variables, self._encoder_tokens)
         if isinstance(model, LanguageModel) and self._continues:

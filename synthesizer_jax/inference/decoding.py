@@ -50,7 +50,7 @@ def decode(
       encoder_tokens: ``[batch, k]`` integers, with padding on either side.
       model: an unbound model.
       max_length: the largest number of tokens of a sequence; see `Decoding`.
-      beams: number of beams. 1 means greedy decoding.
+      beams: number of beams. With 1 beam, decoding is greedy.
       alpha: exponent of the length penalty of beam search, which greedy decoding ignores.
       logits_dtype: dtype of the factors of the output projection; see `Decoding`.
       continues: see `decode_sequences`.
@@ -60,8 +60,8 @@ def decode(
       has found any, even if an unfinished sequence is more probable.
 
     Raises:
-      ValueError: a setting is not allowed, or the model has fewer than `max_length` positions.
-      TypeError: the model cannot decode, or is an NNX module.
+      ValueError: if a setting is not allowed, or the model has fewer than `max_length` positions.
+      TypeError: if the model cannot decode, or is an NNX module.
     """
     decoding = Decoding(max_length=max_length, beams=beams, alpha=alpha, logits_dtype=logits_dtype)
     sequences = decode_sequences(
@@ -104,8 +104,9 @@ def decode_sequences(
       come before beams that were cut at the maximum length.
 
     Raises:
-      ValueError: the model has fewer than `Decoding.max_length` positions, or `stops` is missing.
-      TypeError: the model cannot decode, or is an NNX module.
+      ValueError: if the model has fewer than `Decoding.max_length` positions, or `stops` is
+        missing.
+      TypeError: if the model cannot decode, or is an NNX module.
     """
     if not isinstance(model, TextToText):
         raise TypeError(
@@ -126,8 +127,8 @@ def decode_sequences(
         if examples is None:
             examples = jnp.arange(encoder_tokens.shape[0])
         sampling = Sampling(
-            # With JAX's other random generators, the random numbers of a key under `jax.vmap`
-            # depend on the other keys, and therefore on the rest of the batch.
+            # Threefry is used because JAX's other generators draw numbers under `jax.vmap` that
+            # depend on the rest of the batch.
             jax.random.key(decoding.seed, impl="threefry2x32"),
             jnp.asarray(examples),
             temperature=float(decoding.temperature),
@@ -138,8 +139,8 @@ def decode_sequences(
     if decoding.relative_length is not None:
         relative_length = (float(decoding.relative_length), decoding.extra_length)
 
-    # Settings that are passed as arrays have the same values in `static` in every call, so that
-    # other values do not compile another program.
+    # In `static`, settings that are passed as arrays have the same values in every call. A call
+    # with different values of these settings therefore does not compile another program.
     static = Decoding(
         max_length=decoding.max_length,
         beams=decoding.beams,
@@ -165,7 +166,7 @@ def decode_sequences(
 
 
 def _as_float(setting: float | None) -> float | None:
-    """Converts a setting to a float, because an integer would compile another program."""
+    """Converts a setting to a float, because JAX would compile another program for an integer."""
     return None if setting is None else float(setting)
 
 
@@ -227,8 +228,8 @@ def run_decoding(
 def _prompt_of(model: TextToText, encoder_tokens: jax.Array) -> jax.Array:
     """Returns `Constraints.prompt`, the tokens whose repetition is limited, ``[batch, k]``.
 
-    For a `LanguageModel`, the prompt is the inputs. For an `EncoderDecoder`, the prompt is only the
-    decoder's first input.
+    For a `LanguageModel`, the prompt consists of the inputs. For an `EncoderDecoder`, the prompt is
+    only the decoder's first input.
     """
     if not isinstance(model, LanguageModel):
         return jnp.full_like(encoder_tokens[:, :1], model.ids.start)

@@ -57,7 +57,7 @@ def keep_most_probable(
         reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
         count = 1 + jnp.sum(~reached, axis=-1)
 
-    # `last` and its logit describe the last token that is kept, [rows, 1] each.
+    # `last_token` is the last token that is kept, and `least` is its logit, [rows, 1] each.
     last = count[..., None] - 1
     least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
     tied = (logits == least) & (jnp.arange(vocab)[None] <= last_token)
@@ -103,7 +103,7 @@ def decode_rows(
       samples: number of rows of each example.
       sampling: the settings of sampling. None means that the most probable token is taken at every
         position.
-      top_k: number of tokens to draw from. None means all tokens.
+      top_k: number of most probable tokens to draw from. None means all tokens.
     """
     rows = decoder.batch * samples
     longest = jnp.repeat(constraints.longest, samples)
@@ -165,7 +165,7 @@ def _first_maximum(x: jax.Array) -> jax.Array:
     This function is faster than `jnp.argmax`, which XLA's CPU backend computes element by element.
     """
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    # `last` is the result if x contains NaN, because NaN is not equal to the maximum.
+    # If x contains NaN, no element is equal to the maximum, and the result is `last`.
     last = x.shape[-1] - 1
     return jnp.where(x == x.max(axis=-1, keepdims=True), ids, last).min(axis=-1)
 

@@ -31,7 +31,7 @@ def encode_tokens(
     returns the states of the real tokens first. See `Encoder` for the mask.
 
     Raises:
-      TypeError: the model has no encoder.
+      TypeError: if the model has no encoder.
     """
     if isinstance(model, Encoder):
         hidden = apply_method(model.__call__, variables, tokens, mask=mask).hidden
@@ -46,7 +46,7 @@ def encoder_width(model: TokenModel) -> int:
     """Returns the width ``d_model`` of the outputs of `encode_tokens`.
 
     Raises:
-      TypeError: the model has no encoder.
+      TypeError: if the model has no encoder.
     """
     if isinstance(model, EncoderDecoder):
         return model.width("encoder")
@@ -56,7 +56,7 @@ def encoder_width(model: TokenModel) -> int:
 
 
 def _no_encoder(model: TokenModel) -> TypeError:
-    """Returns the error for a model without an encoder."""
+    """Returns the error that is raised for a model without an encoder."""
     return TypeError(
         f"{type(model).__name__} has no encoder. Pass an EncoderDecoder or an Encoder."
     )
@@ -113,7 +113,7 @@ def score_targets(
         have no EOS; see `decode_sequences`.
 
     Raises:
-      TypeError: `continues` is True, but the model cannot continue texts.
+      TypeError: if `continues` is True, but the model cannot continue texts.
     """
     check_continues(model, continues)
     if continues:
@@ -183,7 +183,7 @@ def _log_probability_of_rest(
 def _teacher_forced_logits(
     model: TextToText, variables: Variables, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
-    """Returns the logits ``[batch, t, vocab]`` of targets, given the targets before each."""
+    """Returns the logits ``[batch, t, vocab]`` of each target token, given the previous ones."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=model.ids.start)
     hidden = apply_method(model.decode, variables, shifted, memory)
     return apply_method(model.logits, variables, hidden)

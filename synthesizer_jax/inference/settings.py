@@ -30,14 +30,15 @@ class Decoding:
     Attributes:
       max_length: maximum number of decoded tokens.
       min_length: minimum number of decoded tokens. EOS has probability zero at the first
-        ``min_length - 1`` positions. A minimum of 1 allows the empty text.
+        ``min_length - 1`` positions. With a minimum length of 1, the output may be the empty text,
+        which consists only of EOS.
       relative_length: an additional limit that depends on the length of the input. For an input
         with n real tokens, the limit is ``round(relative_length · n) + extra_length`` tokens, but
         at least `min_length`. Ties are rounded to even. None means that only `max_length` limits
         the number of tokens.
       extra_length: see `relative_length`. Tensor2Tensor uses a `relative_length` of 1 and an
         `extra_length` of 100.
-      beams: number of beams. 1 means greedy decoding or sampling.
+      beams: number of beams. With 1 beam, decoding is either greedy or by sampling.
       alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` (Wu et al. 2016, equation 14).
         Beam search divides the log-probability of a sequence of n tokens by the length penalty. T5
         uses an exponent of 0.6 with 4 beams.
@@ -72,7 +73,7 @@ class Decoding:
         a decoding step of small models. The logits are always float32.
 
     Raises:
-      ValueError: a value is not allowed, or cannot be combined with another value.
+      ValueError: if a value is not allowed, or cannot be combined with another value.
     """
 
     max_length: Length

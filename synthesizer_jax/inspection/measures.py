@@ -1,6 +1,6 @@
 """Measures how sharp, local and static attention weights are, and how they are distributed.
 
-Attention weights have the shape ``[batch or 1, heads, q, k]``. Each query sees a number of keys
+Attention weights have the shape ``[batch or 1, heads, q, k]``. Each query sees consecutive keys
 from the beginning of the sequence. The weights of a query need not sum to one. For example, the
 weights of talking heads may even be negative. Entropies, distances and maps are therefore computed
 from the absolute values of the weights, divided by the sum of the absolute values.
@@ -69,22 +69,22 @@ def attention_sums(weights: jax.Array, logits: jax.Array | None, view: QueryView
     Args:
       weights: the attention weights ``[batch or 1, heads, q, k]``.
       logits: the attention logits, with the same shape as the weights. The rank of the logits is
-        measured for the first row. `None` means that there are no logits. Logits with another
-        number of heads, which talking heads may have, are not measured.
+        measured for the first row. `None` means that there are no logits. With talking heads, the
+        number of heads may differ between logits and weights. The logits are then not measured.
       view: which queries are real, and which keys the queries see.
 
     Returns:
-      A dictionary of sums. All sums except ``ranked`` are by head:
+      A dictionary of sums. All sums except ``ranked`` have one entry for each head:
 
       - ``statistics``: see `Statistics`.
       - ``spread``: the sum of exp(entropy) / (number of keys seen), over queries that see several
         keys.
       - ``histogram``: the number of weights in each bin, for queries that see several keys.
       - ``off_diagonal``: the distance of the largest weight from the diagonal.
-      - ``cosines``: the cosines of the weights of two heads, ``[heads, heads]``.
+      - ``cosines``: the cosine between the weights of each pair of heads, ``[heads, heads]``.
       - ``rank``: the rank of the logits in the first row, as a share of the largest possible rank.
         The rank is NaN if it was not measured.
-      - ``ranked``: the number 1, which is the number of rows whose ranks are added up in ``rank``.
+      - ``ranked``: the number of rows whose rank was measured, which is 1.
     """
     real, seen, diagonal = view
     heads, keys = weights.shape[1], weights.shape[3]
@@ -153,7 +153,7 @@ def measure(first: Measures, second: Measures | None) -> Measures:
 
     Returns:
       A dictionary of NumPy arrays and numbers. The entries ``keys`` and ``near_of_equal`` are
-      numbers. All other entries are arrays by head:
+      numbers. All other entries are arrays with one element or row for each head:
 
       - ``entropy``: the mean over queries, in nats.
       - ``spread``: the mean of exp(entropy) / (number of keys seen). The spread of equal weights is
@@ -164,7 +164,8 @@ def measure(first: Measures, second: Measures | None) -> Measures:
       - ``histogram``: the share of the weights in each bin between `EDGES`.
       - ``profile``: the share of the weights at each distance from −`REACH` to `REACH`. The first
         and the last entry include all larger distances.
-      - ``similarity``: the mean cosines of the weights of two heads, ``[heads, heads]``.
+      - ``similarity``: the mean cosine between the weights of each pair of heads,
+        ``[heads, heads]``.
       - ``map``: the mean weights by position; see `join_cells`.
       - ``rank``: the numerical rank of the logits, as a share of the largest possible rank. A head
         of width e has a rank of at most e (Bhojanapalli et al. 2020).
@@ -184,13 +185,13 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     seen = queries.sum(0) * number
     # `pairs` is the number of pairs of a query and a key, without queries that see only one key.
     pairs = max(seen[2:].sum(), 1)
-    # `equal` is the sum of the weights that each pair would have if all weights of a query were
-    # equal. The shape is ``[q, k]``.
+    # `equal` sums the weights that each pair would have if every query gave all its keys equal
+    # weight. The shape is ``[q, k]``.
     equal = times_seen(queries / np.maximum(number, 1))
 
     distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
     near = np.abs(distance) <= NEAR
-    # `offset` is the bin of each pair in the profile.
+    # `offset` is the index of the bin of the profile to which each pair belongs.
     offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
 
     # Cut the map after the last query and the last key that occur in the examples.
@@ -218,7 +219,8 @@ def measure(first: Measures, second: Measures | None) -> Measures:
 def _explained(first: Measures, second: Measures) -> np.ndarray:
     """Returns the entry ``static`` of the result of `measure`, by head.
 
-    A table of logits is made from the first half of the examples, and measured on the second half.
+    A table of logits is computed from the first half of the examples, and tested on the second
+    half.
     """
     mass, _, queries = first["statistics"]
     seen = times_seen(queries)
@@ -239,7 +241,7 @@ def _explained(first: Measures, second: Measures) -> np.ndarray:
 
 
 def join_cells(maps: np.ndarray) -> np.ndarray:
-    """Joins neighboring cells of maps ``[heads, q, k]`` to at most `MOST_CELLS` rows and columns.
+    """Joins neighboring cells of maps ``[heads, q, k]`` into at most `MOST_CELLS` rows and columns.
 
     Joined rows, which are queries, are averaged. Joined columns, which are keys, are summed,
     because the weights of a query sum to one over keys.

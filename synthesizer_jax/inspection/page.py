@@ -243,7 +243,7 @@ def sentences_about(layer: Inspected) -> str:
 
 
 def _is_local(m: Measures, near: float) -> bool:
-    """Returns whether a head with the share `near` of its weight near the query is local."""
+    """Returns whether a head is local if the share `near` of its weight is near the query."""
     return near >= 0.5 and near >= MORE_LOCAL * m["near_of_equal"]
 
 
@@ -333,8 +333,8 @@ def _static(static: Inspected) -> Section:
     if "replaced" in static:
         numbers, losses, equal = static["replaced"], static["loss"], static["uniform_loss"]
         limit = (1.0 + TOLERANCE) * losses[0]
-        # Find the index of the last loss before the first loss above the limit. A loss of NaN
-        # counts as above the limit.
+        # Find the index of the last loss before the first loss above the limit. A loss of NaN is
+        # treated as above the limit.
         within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
         said = (
             f"The {numbers[max(within, 0)]} most static of {len(heads)} heads can read a fitted "
@@ -370,7 +370,7 @@ def _static(static: Inspected) -> Section:
 
 
 def _tiles(charts: Iterable[Markup]) -> list[Markup]:
-    """Joins charts to one chart, which shows the charts side by side or, on a phone, in a column.
+    """Arranges charts side by side or, on a phone, in a column.
 
     The result is an empty list if there are no charts.
     """

@@ -76,7 +76,7 @@ class Place(NamedTuple):
     layer: int
 
     def __str__(self) -> str:
-        """Returns the name of the mixer on pages, such as ``decoder 1 cross`` for layer 0."""
+        """Returns the mixer's name, which counts layers from 1, as in ``decoder 1 cross``."""
         return f"{self.stack} {self.layer + 1}{' cross' * self.cross}"
 
 
@@ -108,7 +108,7 @@ def inspect_run(
       A dictionary:
 
       - ``step``: the step of the checkpoint.
-      - ``start``: a description of the parameters at the start.
+      - ``start``: a description of the parameters with which training started.
       - ``examples``: the number of examples that were read.
       - ``example``: the texts of one example.
       - ``layers``: a dictionary by the names of layers, such as ``decoder 1 cross``. Each entry
@@ -143,8 +143,8 @@ def inspect_run(
     saved = [n for n in finished_steps(directory / "checkpoints") if n <= step]
     start = "not known"
     before: Variables | None = None
-    # A run with a converted model has a checkpoint at step 0. Training does not save a checkpoint
-    # at step 0.
+    # A run that contains a converted model has a checkpoint at step 0. Training itself does not
+    # save a checkpoint at step 0.
     if 0 in saved and step:
         start = "those saved at step 0"
         before = restore(step=0)[1]
@@ -232,7 +232,7 @@ def _can_be_fitted(model: TokenModel, place: Place, mixer: Mixer) -> bool:
 
 
 def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
-    """Returns the mixers of all layers by `Place`."""
+    """Returns a dictionary from the `Place` of every mixer to the mixer."""
     mixers = {}
     for name in stacks_of(model):
         for i, block in enumerate(blocks_of(model, name)):
@@ -260,14 +260,14 @@ def _shares(model: TokenModel, place: Place) -> bool:
 
 
 def describe(module: Mixer | Alignment) -> str:
-    """Returns a text that says what a mixer or alignment is made of.
+    """Returns a string that describes the parts of a mixer or alignment.
 
-    For example, the text may be ``Attention: Random + DotProduct``.
+    For example, the string may be ``Attention: Random + DotProduct``.
     """
     parts = getattr(module, "parts", None)
     if parts is not None:
-        # A mixture adds the logits of its parts, so the text uses a plus sign. In a `PerHead`, each
-        # part has its own heads, so the text uses a bar.
+        # A mixture adds the logits of its parts, so the string has a plus sign. In a `PerHead`,
+        # each part has its own heads, so the string has a bar.
         separator = " + " if isinstance(module, Mixture) else " | "
         return separator.join(map(describe, parts))
     name = type(module).__name__
@@ -337,7 +337,8 @@ def _query_views(
 ) -> dict[tuple[str, bool], QueryView]:
     """Returns which keys the queries of unpacked rows see.
 
-    A key of the dictionary consists of the stack, and whether the mixer is cross-attention.
+    A key of the dictionary is a pair of the name of the stack and a bool, which is True for
+    cross-attention.
     """
     # `n` is the number of encoder positions, and `m` is the number of decoder positions. Both
     # numbers include padding.
@@ -354,9 +355,10 @@ def _query_views(
         Args:
           length: the number of queries in a row, including padding.
           real: ``[b, 1]``, the number of real queries.
-          seen: ``[b, 1]``, the number of keys that all queries see. A negative number means that
-            each query sees the keys up to its own position.
-          ratio: ``[b, 1]`` or 1, the number of keys per query on the diagonal.
+          seen: ``[b, 1]``, the number of keys that all queries see. If `seen` is negative, each
+            query sees the keys up to its own position.
+          ratio: ``[b, 1]`` or 1, the position of the key on the diagonal divided by the position of
+            the query.
         """
         q = jnp.arange(length)[None]
         seen = jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0))

@@ -71,9 +71,9 @@ def measure_static_attention(
       variables: the variables of the model.
       fit_to: the statistics to which the forms are fitted, of layers for which `can_be_static` is
         true.
-      measure_on: the statistics of the same layers over other examples. Divergences are measured on
-        these statistics.
-      batches: batches of the other examples. Losses are measured on these batches.
+      measure_on: the statistics of the same layers over other examples, from which the divergences
+        are computed.
+      batches: batches of the other examples, on which the losses are computed.
       phase: a function that reports progress.
 
     Returns:
@@ -83,8 +83,8 @@ def measure_static_attention(
       - ``divergences``: the mean over queries of ``KL(head ‖ form)`` in nats, by head and by form.
         A head is a tuple of stack, layer and number, and the most static head comes first. The
         forms are added to the model's position bias.
-      - ``replaced``: the numbers of replaced heads for which the loss was measured. The most static
-        heads are replaced first.
+      - ``replaced``: a list of numbers of replaced heads. The loss was measured for each number.
+        The most static heads are replaced first.
       - ``loss``: for each number in ``replaced``, the loss in nats per target token if that many
         heads use their tables, without further training.
       - ``uniform_loss``: the loss if all fitted heads have equal weights.
@@ -140,9 +140,10 @@ def _is_measured(alignment: Alignment) -> bool:
 def _fit_forms(
     model: TokenModel, layer: Layer, fitted: Statistics, bias: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the logits ``[heads, n, n]`` of the fitted forms, and the logits of only the tables.
+    """Returns the logits ``[heads, n, n]`` of the fitted forms, and those of the fitted table.
 
-    The logits of the forms include the position bias. The logits of the tables do not.
+    The logits of the forms include the position bias. The separate logits of the table do not
+    include the position bias.
     """
     attention = self_attention(model, layer)
     causal = layer[0] == "decoder" and not getattr(model, "prefix", False)
@@ -172,9 +173,9 @@ def _losses(
     replaced: Iterable[tuple[Mapping[Layer, jax.Array], Collection[Head]]],
     batches: Sequence[Batch],
 ) -> Iterator[float]:
-    """Yields the loss in nats per target token, for each set of tables and heads that use them.
+    """Yields the loss in nats per target token, for each choice of heads that use tables.
 
-    All sets share one compiled program. The program runs a model whose mixtures consist of the
+    All choices share one compiled program. The program runs a model whose mixtures consist of the
     original logits and the tables. The weights of the mixtures select the original logits or the
     table for each head.
     """

@@ -66,10 +66,11 @@ def attention_fn(
     ``functools.partial(attention_fn, bias=table)``, the gradient of the bias is summed over the
     batch without storing an array per example.
 
-    With dropout, a `precision` or a custom einsum, Flax's own function computes the attention. If
-    there are more than 128 queries, Flax's function is called for tiles of 128 queries, and the
-    backward pass computes each tile again. With at most 128 queries, dropout drops the same weights
-    as in Flax for the same PRNG key. With more queries, every query draws its own dropout mask.
+    If dropout, a `precision` or a custom einsum is used, Flax's own function computes the
+    attention. If there are more than 128 queries, Flax's function is called for tiles of 128
+    queries, and the backward pass computes each tile again. With at most 128 queries, dropout drops
+    the same weights as in Flax for the same PRNG key. With more queries, every query draws its own
+    dropout mask.
 
     Args:
       query: ``[batch..., q, heads, e]``, with any number of batch axes, including zero.
@@ -81,18 +82,21 @@ def attention_fn(
         ``relative(...)``, or a tuple of terms.
       mask: an array or a `Mask`. An array is bool or 0/1 and broadcastable to
         ``[batch..., heads, q, k]``, where 1 means that the query may attend to the key. A `Mask`
-        needs no array of q × k. If a query may attend to no key, its output is the mean of the
-        values with an array, as in Flax, and zero with a `Mask`.
+        does not have to store every pair of query and key. If a query may attend to no key, its
+        output depends on the type of `mask`. If `mask` is an array, the output is the mean of the
+        values, as in Flax. If `mask` is a `Mask`, the output is zero.
       broadcast_dropout: see Flax.
       dropout_rng: the PRNG key of the dropout.
       dropout_rate: the probability with which a weight is dropped.
       deterministic: whether dropout is off.
-      dtype: the dtype of the computation. None infers the dtype from `query`, `key` and `value`.
+      dtype: the dtype of the computation. None means that the dtype is inferred from `query`, `key`
+        and `value`.
       precision: see Flax.
       module: a Flax module in which the weights are sown as ``attention_weights``. Sowing the
-        weights creates an array of q × k. None sows no weights.
-      force_fp32_for_softmax: see Flax. The argument has an effect only if Flax's own function
-        computes the attention. Flax's function may then return an output of another dtype.
+        weights creates an array ``[batch..., heads, q, k]``. None sows no weights.
+      force_fp32_for_softmax: see Flax. `force_fp32_for_softmax` has an effect only if Flax's own
+        function computes the attention. In this case, the output may have a dtype other than
+        `dtype`.
       einsum_dot_general: see Flax.
       qk_attn_weights_einsum: see Flax.
       attn_weights_value_einsum: see Flax.
@@ -103,7 +107,8 @@ def attention_fn(
       The output ``[batch..., q, heads, width]``.
 
     Raises:
-      ValueError: if shapes do not agree, or if there is dropout without a `dropout_rng`.
+      ValueError: if the shapes of the inputs do not agree, or if dropout is active but
+        `dropout_rng` is None.
     """
     # NNX passes its own `promote_dtype`, which takes a tuple of arrays.
     if promote_dtype is None:
@@ -146,7 +151,7 @@ def attention_fn(
     if isinstance(module, nn.Module):
         module.sow("intermediates", "attention_weights", weights)
     elif module is not None:
-        from flax import nnx  # importing NNX is slow, so only its users import it
+        from flax import nnx  # imported only here, because importing NNX is slow
 
         module.sow(nnx.Intermediate, "attention_weights", weights)
     return out
@@ -206,13 +211,14 @@ def _attend(
     is_own_mask = isinstance(mask, Mask)
 
     # If a query may attend to no key, this package returns zero, and Flax returns the mean of the
-    # values. The output must be zero if `mask` is a `Mask`, and the mean if `mask` is an array. The
-    # output is corrected below if the function returns the wrong value for such queries.
+    # values. The output of a query without keys must be zero if `mask` is a `Mask`, and the mean of
+    # the values if `mask` is an array. If the attention function returns the wrong one of these two
+    # values, the output is corrected below.
     fills_empty_rows = mask is not None and is_own_mask == use_flax
     mask = as_mask(mask, logits_shape)
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
     pairs = None
-    attending = jnp.ones((1, 1, 1, 1), bool)  # whether a query may attend to any key
+    attending = jnp.ones((1, 1, 1, 1), bool)  # whether each query may attend to at least one key
     if use_flax or return_weights or fills_empty_rows:
         pairs = mask.pairs(*logits_shape[-2:])
         if pairs is not None:
@@ -290,8 +296,8 @@ def _flax_attention(
     if length <= QUERY_TILE:
         return attention(query, key, value, bias, pairs, dropout_rng=rng)
 
-    # `jax.lax.map` maps the first axis, so the axis of queries is moved to the front. Arrays that
-    # all queries share are not mapped.
+    # `jax.lax.map` maps over the first axis, so the axis of queries is moved to the front. Arrays
+    # that all queries share are not mapped.
     by_query = [
         None if x is None or x.shape[axis] == 1 else jnp.moveaxis(x, axis, 0)
         for x, axis in ((query, 1), (bias, 2), (pairs, 2))

@@ -53,12 +53,12 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
 
     With an alignment, the layer has the parameters ``align/...`` of the alignment, ``value`` and
     ``out``. The parameters ``query`` and ``key`` exist only for the alignment `DotProduct`, which
-    uses the projections of the layer. With an alignment, the layer differs from Flax's layer in the
-    following points:
+    uses the projections of the layer. With an alignment, the layer differs from Flax's layer as
+    follows:
 
     * As in T5, the dropout mask is drawn per example, head and key, and all queries share the mask.
-      All routes of `attend` support this kind of dropout. The field `broadcast_dropout` has no
-      effect.
+      All implementations of `attend` support this kind of dropout. The field `broadcast_dropout`
+      has no effect.
     * If a query may attend to no key, the input of the output projection is zero, and not the mean
       of the values.
     * The parameters of the alignment are always float32, and do not depend on `param_dtype`.
@@ -95,11 +95,11 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
           inputs_q: ``[batch..., q, features]``, with any number of batch axes, including zero.
           inputs_k: ``[batch..., k, features]``. None uses `inputs_q`.
           inputs_v: ``[batch..., k, features]``. None uses `inputs_k`.
-          inputs_kv: the inputs for both keys and values. Flax has deprecated this argument. An
-            alignment does not support this argument.
+          inputs_kv: the inputs for both keys and values. Flax has deprecated this argument. This
+            argument cannot be used together with an alignment.
           mask: an array or a `Mask` that says which keys a query may attend to. An array is bool or
-            0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` needs no array of q × k.
-            During decoding, q is 1 and k is the length of the cache.
+            0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` does not have to store
+            every pair of query and key. During decoding, q is 1 and k is the length of the cache.
           deterministic: whether dropout is off. If `dropout_rate` is above 0, `deterministic` must
             be set either in the call or as a field.
           dropout_rng: the PRNG key of the dropout. None uses the random stream ``dropout``.
@@ -268,7 +268,7 @@ def attend_with_alignment(
 ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
     """Computes `MultiHeadAttention` with an alignment, up to the output projection.
 
-    The Linen and the NNX layer share this function. The function creates no parameters. All
+    The Linen and the NNX layer share this function. The function creates no parameters, because all
     parameters belong to `align` and `project`.
 
     Args:
@@ -278,9 +278,9 @@ def attend_with_alignment(
         projection. The name is ``value``, or for `DotProduct` also ``query`` or ``key``.
       inputs: the arguments ``inputs_q``, ``inputs_k`` and ``inputs_v`` of the layer.
       mask: the argument ``mask`` of the layer.
-      cache: a dictionary from Flax's names to arrays ``[batch..., length, heads, width]``. With a
-        cache, the inputs must be the next token. If the dictionary is empty, a cache with the
-        shapes of the inputs is created. None uses no cache.
+      cache: a dictionary from Flax's names to arrays ``[batch..., length, heads, width]``. If there
+        is a cache, the inputs must contain only the next token. If the dictionary is empty, a cache
+        with the shapes of the inputs is created. None uses no cache.
       dropout: the dropout rate and the PRNG key.
       is_causal: whether a query may attend only to keys up to its own position.
       return_weights: whether to return the weights.
@@ -357,7 +357,7 @@ def _complete_inputs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the inputs of queries, keys and values, after checking their shapes.
 
-    If `inputs_k` is None, the result is `inputs_q`. If `inputs_v` is None, the result is
+    If `inputs_k` is None, it is replaced by `inputs_q`. If `inputs_v` is None, it is replaced by
     `inputs_k`.
     """
     if inputs_k is None and inputs_v is not None:
@@ -378,7 +378,7 @@ def _complete_inputs(
 
 
 def _check_step(cache: dict[str, jax.Array], *inputs: jax.Array) -> None:
-    """Raises a `ValueError` if the inputs do not contain one token for every row of the cache."""
+    """Raises a `ValueError` unless the inputs contain one token for every row of the cache."""
     expected = (*cache["cached_value"].shape[:-3], 1)
     for x in inputs:
         if x.shape[:-1] != expected:
@@ -401,7 +401,7 @@ def _extend_cache(
       cache: a dictionary from Flax's names to the arrays of the cache.
       terms: the terms of the step.
       values: the values of the token, ``[b, 1, heads, head_dim]``.
-      mask: the mask of the layer's call.
+      mask: the mask with which the layer was called.
       batch: the sizes of the batch axes.
 
     Returns:
@@ -445,7 +445,7 @@ def _step_mask(mask: Mask, index: int | jax.Array) -> Mask:
 
 
 def _key_name(i: int) -> str:
-    """Returns the cache name of the i-th keys. The name for i = 0 is the name that Flax uses."""
+    """Returns the name of the i-th array of keys in the cache, which for i = 0 is Flax's name."""
     return f"cached_key_{i}" if i else "cached_key"
 
 

@@ -73,7 +73,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Imports `models.zoo` when one of its names is first used.
 
-    Saved models do not need the module.
+    The module is not needed to load a saved model.
     """
     if name in ("VARIANTS", "ZOO", "Size", "alignment", "t5"):
         return getattr(importlib.import_module("synthesizer_jax.models.zoo"), name)

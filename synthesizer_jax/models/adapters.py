@@ -9,13 +9,13 @@ A run with adapters trains and saves two kinds of variables:
 
 - The low-rank updates. The paths of an update are ``KERNEL_PATH/lora_a`` and
   ``KERNEL_PATH/lora_b``.
-- Whole variables for which `Experiment.init_rules` draw new random values, such as a new
-  classifier. No other checkpoint contains the random values, so the run trains the complete arrays
-  and saves them under their usual paths.
+- Variables for which `Experiment.init_rules` draw new random values, such as a new classifier. No
+  other checkpoint contains these values, so the run trains the complete arrays and saves them under
+  their usual paths.
 
 All other variables of the model come from the base, which is the checkpoint that the adapters
-modify. `Adapted` decides which variables are trained in which way, and `LowRankUpdate` describes
-the update of one kernel.
+modify. `Adapted` decides which variables are trained by low-rank updates, and which as complete
+arrays. `LowRankUpdate` describes the update of one kernel.
 """
 
 from __future__ import annotations
@@ -128,23 +128,23 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class Adapted(Trainable[Model]):
-    """A model of which a run trains only the adapters.
+    """A model in which a run trains only the adapters.
 
     Args:
       model: the unbound model to which the adapters are added.
       example: the shapes and dtypes of the arguments of the model's `__call__`.
       lora: selects the kernels that have low-rank updates.
       is_whole: a function that takes the path of a variable, in the form of looped layers, and
-        returns whether the whole variable is trained. A kernel that is trained whole has no
-        low-rank update.
+        returns whether the complete variable is trained. Such a kernel has no low-rank update.
 
     Attributes:
       lora: the configuration of the adapters.
       updates: the low-rank updates by the keys of their kernels, in sorted order.
-      whole: the keys of the variables that are trained whole, sorted.
+      whole: the keys of the variables that are trained as complete arrays, in sorted order.
 
     Raises:
-      ValueError: no kernel has an update, or a pattern matches only some layers of a scanned stack.
+      ValueError: if no kernel has an update, or a pattern matches only some layers of a scanned
+        stack.
     """
 
     has_base = True
@@ -188,7 +188,7 @@ class Adapted(Trainable[Model]):
             )
 
     def abstract(self) -> tuple[Variables, PyTree]:
-        """Returns the shapes and the logical axes of the updates and of the whole variables."""
+        """Returns the shapes and the logical axes of all variables that are trained."""
         shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
         found = {keys: (shapes[keys], axes[keys]) for keys in self.whole}
         for keys, update in self.updates.items():
@@ -205,14 +205,15 @@ class Adapted(Trainable[Model]):
         return self.abstract_model()
 
     def init(self, key: jax.Array, base: Variables) -> Variables:
-        """Returns new low-rank updates, and copies of the variables that are trained whole.
+        """Returns new low-rank updates, and copies of the variables that are trained completely.
 
         The variables are copied from the base because training steps donate the buffers of the
         trained variables, and the base must keep its buffers.
 
         Args:
           key: a random key.
-          base: the variables of the base, which include the initial values of the whole variables.
+          base: the variables of the base, and the initial values of the variables that are trained
+            completely.
         """
         of_base = traverse_util.flatten_dict(base)
         variables = {keys: jnp.copy(of_base[keys]) for keys in self.whole}
@@ -227,7 +228,7 @@ class Adapted(Trainable[Model]):
     def merge(self, variables: Variables, base: Variables) -> Variables:
         """Returns the variables for the model's `apply`.
 
-        Low-rank updates are added to the kernels of the base. Variables that are trained whole
+        Low-rank updates are added to the kernels of the base. Variables that are trained completely
         replace the variables of the base, or are added if the base does not contain them.
         """
         return _merge(variables, base, tuple(self.updates.items()))
@@ -249,7 +250,7 @@ def _merge(
     for keys, update in updates:
         arrays = {leaf: trained.pop((*keys, leaf)) for leaf in update.leaves}
         merged[keys] = update.apply(merged[keys], arrays)
-    # All arrays that are left in `trained` are variables that are trained whole.
+    # All arrays that are left in `trained` are variables that are trained completely.
     return traverse_util.unflatten_dict(merged | trained)
 
 
@@ -257,10 +258,11 @@ _compiled_merge = jax.jit(_merge, static_argnums=2)
 
 
 def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) -> bool:
-    """Returns whether the layers that are stacked in one array match.
+    """Returns whether all paths of the layers that are stacked in one array match.
 
     Raises:
-      ValueError: some layers match and other layers do not. The error message begins with `what`.
+      ValueError: if some layers match, but other layers do not. The error message begins with
+        `what`.
     """
     others = [path for path in looped if not is_match(path)]
     if others and len(others) < len(looped):

@@ -38,9 +38,9 @@ class Encoded(NamedTuple):
       hidden: ``[batch, length, d_model]`` the states of the tokens.
       pooled: ``[batch, d_model]`` a vector for each text.
       outputs: ``[batch, outputs]`` float32, the logits of a classifier or the values of a
-        regressor. None means that the model has no such head.
+        regressor. None means that the model has no head for classification or regression.
       token_logits: ``[batch, length, vocab]`` float32, the logits of a masked language model. None
-        means that the model has no such head.
+        means that the model has no head for masked language modeling.
     """
 
     hidden: jax.Array
@@ -57,15 +57,17 @@ class Encoder(TokenModel, kw_only=True):
 
     Attributes:
       encoder: the stack that reads the text.
-      pooling: ``"mean"`` over the real tokens, or ``"first"`` for the first real token ([CLS]).
+      pooling: how the vector of a text is computed. ``"mean"`` averages the states of the real
+        tokens, and ``"first"`` takes the state of the first real token ([CLS]).
       pooler: whether the model has a dense layer with tanh after the pooling, as in BERT.
       outputs: number of classes of a classifier, or number of values of a regressor. None means
-        that the model has no such head.
-      masked_lm: whether the model has BERT's head over the tokens. BERT's head consists of a dense
-        layer, GELU, a normalization, a product with the embedding (if `tied`) or with a projection,
-        and a bias.
-      token_types: number of segment embeddings. BERT has 2. 0 means no segment embeddings.
-      tied: whether the head over the tokens uses the embedding as its projection.
+        that the model is neither a classifier nor a regressor.
+      masked_lm: whether the model has BERT's head for masked language modeling. The head consists
+        of a dense layer, GELU, a normalization, a product with the embedding (if `tied`) or with a
+        projection, and a bias.
+      token_types: number of segment embeddings. BERT has two. A value of 0 means that there are no
+        segment embeddings.
+      tied: whether the head for masked language modeling uses the embedding as its projection.
       head_init: initializer of the heads' kernels.
     """
 
@@ -116,7 +118,7 @@ class Encoder(TokenModel, kw_only=True):
             is masked.
 
         Raises:
-          ValueError: the array in `mask` has another shape.
+          ValueError: if the array in `mask` has a shape that is not listed above.
         """
         hidden, pooled = self._encode(tokens, token_types, mask)
         return Encoded(
@@ -128,11 +130,11 @@ class Encoder(TokenModel, kw_only=True):
 
     @on_any_mesh
     def token_features(self, tokens: jax.Array) -> jax.Array:
-        """Returns the inputs ``[batch, length, d_model + 1]`` of the head over the tokens.
+        """Returns the features ``[batch, length, d_model + 1]`` that are projected to token logits.
 
-        The token logits are the product of the result and `token_projection`. The last feature is
-        1, so that the product includes the bias. Losses call this method to compute the logits in
-        chunks.
+        The token logits are the product of these features and the result of `token_projection`. The
+        last feature is 1, so that the product includes the bias. Losses call this method to compute
+        the logits in chunks.
 
         Args:
           tokens: ``[batch, length]`` integers.
@@ -141,7 +143,7 @@ class Encoder(TokenModel, kw_only=True):
         return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
 
     def token_projection(self) -> jax.Array:
-        """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``.
+        """Returns the projection to the token logits, ``[d_model + 1, vocab]``.
 
         The last row of the projection is the bias.
         """
@@ -167,7 +169,8 @@ class Encoder(TokenModel, kw_only=True):
         hidden = self.encoder(x, mask=mask)
         pooled = self.pool(hidden, mask)
         if order is not None:
-            # The inverse permutation moves the states back to the places of their tokens.
+            # The inverse permutation moves the states back to the original positions of their
+            # tokens.
             hidden = take_positions(hidden, jnp.argsort(order, axis=1))
         return hidden, pooled
 
@@ -192,7 +195,7 @@ class Encoder(TokenModel, kw_only=True):
             pooled = take_positions(hidden, jnp.argmax(real, axis=1)[:, None])[:, 0]
         else:
             real = real[..., None]
-            total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d]
+            total = jnp.where(real, hidden, 0).sum(axis=1)  # [b, d].
             # The maximum avoids a division by zero for texts without real tokens.
             pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
         return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled

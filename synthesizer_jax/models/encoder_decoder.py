@@ -95,8 +95,9 @@ class EncoderDecoder(TextToText, kw_only=True):
           ``[batch, q, vocab]`` float32.
 
         Raises:
-          ValueError: the rows are packed and a mask is given, although the segments already say
-            which tokens are visible. A mask array with another shape also raises the error.
+          ValueError: if the rows are packed and a mask is given, although the segments already say
+            which tokens are visible. The error is also raised if a mask array has a shape that is
+            not listed above.
         """
         return self.logits(self.hidden(encoder_tokens, decoder_tokens, rows=rows, mask=mask))
 
@@ -133,7 +134,7 @@ class EncoderDecoder(TextToText, kw_only=True):
 
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
-        """Returns the states of teacher-forced targets; see `TextToText`.
+        """Returns the states of the targets, with teacher forcing; see `TextToText`.
 
         The mask in `memory` may also be an array, which has the same meaning as in `__call__`.
         """
@@ -143,7 +144,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     def _decode(
         self, tokens: jax.Array, memory: Memory, mask: Mask, *, counted: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the states of teacher-forced targets, given a mask for self-attention."""
+        """Returns the states of the targets, with teacher forcing and a mask for self-attention."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens, self.ids.padding)
         return self.decoder(

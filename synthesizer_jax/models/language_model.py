@@ -48,7 +48,7 @@ class LanguageModel(TextToText, kw_only=True):
         """Returns the states of the targets; see `TextToText`.
 
         Raises:
-          ValueError: the rows are packed, but have inputs.
+          ValueError: if the rows are packed, but have inputs.
         """
         rows = rows or Rows()
         counted = rows.counted
@@ -75,8 +75,8 @@ class LanguageModel(TextToText, kw_only=True):
         tokens, _ = move_token_padding_last(encoder_tokens, self.ids.padding)
         row = _concatenate_rows(tokens, decoder_tokens, inputs)
 
-        # The inputs count too, because modules average their additions to the loss over inputs and
-        # targets.
+        # Inputs are counted like targets, because modules average their additions to the loss over
+        # both.
         if counted is None:
             counted = real_targets_mask(decoder_tokens, self.ids.padding)
         counted = (
@@ -99,7 +99,7 @@ class LanguageModel(TextToText, kw_only=True):
 
     @on_any_mesh
     def decode(self, tokens: jax.Array, memory: jax.Array) -> jax.Array:
-        """Returns the states of teacher-forced targets after the inputs; see `TextToText`."""
+        """Returns the states of the targets, with teacher forcing; see `TextToText`."""
         inputs = jnp.repeat(memory, tokens.shape[0] // memory.shape[0], axis=0)
         return self.hidden(inputs, tokens)
 
@@ -124,7 +124,7 @@ class LanguageModel(TextToText, kw_only=True):
     def begin_targets(
         self, targets: jax.Array, *, max_length: int
     ) -> tuple[jax.Array, DecodingCache]:
-        """Reads the beginning of targets without inputs, for example a text to continue.
+        """Reads the beginning of targets that have no inputs, such as a text to continue.
 
         Args:
           targets: ``[batch, k]`` integers, with padding on either side.
@@ -136,7 +136,7 @@ class LanguageModel(TextToText, kw_only=True):
         """
         count = num_real_tokens(targets, self.ids.padding)
         tokens, _ = move_token_padding_last(targets, self.ids.padding)
-        # As in training, the tokens are the start token followed by the targets.
+        # As in training, the model reads the start token followed by the targets.
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.ids.start)
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]  # [b]
         mask = Mask(causal=True, key_lengths=count)
@@ -160,7 +160,8 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
       targets: ``[batch, q]``.
       count: ``[batch]`` number of real inputs.
     """
-    # The targets are padded by k on both sides, so that they can be shifted by up to k positions.
+    # The targets are padded by k positions on both sides, so that they can be shifted by up to k
+    # positions.
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
     # `shifted` holds the targets, shifted to the right by `count` positions, [b, k + q].

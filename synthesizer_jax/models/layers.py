@@ -1,4 +1,4 @@
-"""The layers of a T5 except attention: feed-forward layers, dropout and position embeddings."""
+"""The layers of T5 except attention: feed-forward layers, dropout and position embeddings."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class FeedForward(nn.Module):
             dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
         )
 
-        # The input matrices have the same names as in T5X. A single input matrix has a name without
-        # a number.
+        # The input matrices have the same names as in T5X. If there is only one input matrix, its
+        # name has no number.
         names = ["wi"]
         if len(self.activations) > 1:
             names = [f"wi_{i}" for i in range(len(self.activations))]
@@ -153,7 +153,7 @@ class LearnedPositions(PositionEmbedding):
         If the positions are traced, the vectors of positions from `max_length` on are NaN.
 
         Raises:
-          ValueError: a known position is not less than `max_length`.
+          ValueError: if a known position is not less than `max_length`.
         """
         init = with_axes(self.embedding_init, "length", "embed")
         table = self.param("embedding", init, (self.max_length, d_model))

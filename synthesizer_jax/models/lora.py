@@ -23,7 +23,7 @@ class LoRA:
         of looped layers (``encoder/layers_0/...``), even if the model scans its layers. The default
         matches the query and value projections of attention.
       base_checksum: the checksum of the base, which is the checkpoint in `Experiment.init_from`. A
-        run sets the checksum, so that the adapters are never applied to another base.
+        run sets the checksum, so that the adapters are never applied to a different base.
     """
 
     rank: Count = 8

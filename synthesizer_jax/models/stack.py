@@ -65,8 +65,8 @@ class Stack(nn.Module):
     """A sequence of layers, from embedded tokens to normalized hidden states.
 
     Attributes:
-      runs: the layers of the stack. Most models have one run. A stack whose layers differ has
-        several runs.
+      runs: the layers of the stack. Most models have one run. A stack whose layers differ consists
+        of several runs of equal layers.
       bias: a position bias that is shared by all layers whose self-attention has logits, such as
         `RelativeBias`.
       positions: a module ``(positions, d_model) -> vectors`` whose vectors are added to the
@@ -163,12 +163,12 @@ class Stack(nn.Module):
           x: ``[batch, any, d_model]``. The method reads only the shape and the dtype of `x`.
           memory: the memory to which a decoder attends.
           max_length: the largest number of positions that `extend` can fill.
-          whole: see `Mixer.init_cache`. If the stack has a bias, all positions are always kept,
-            because the bias is for all positions.
+          whole: see `Mixer.init_cache`. If the stack has a position bias, the caches always keep
+            all positions, because the bias is computed for all positions.
           shared_positions: as in `__call__`.
 
         Raises:
-          ValueError: a layer cannot decode, or it has fewer than `max_length` positions.
+          ValueError: if a layer cannot decode, or it has fewer than `max_length` positions.
         """
         for positions in (self.positions, shared_positions):
             limit = getattr(positions, "max_length", None)
@@ -237,7 +237,8 @@ class Stack(nn.Module):
             x, layers, positions, shared_positions, num_keys=num_keys, position=position
         )
         if order is not None:
-            # The inverse permutation moves the states back to the places of their tokens.
+            # The inverse permutation moves the states back to the original positions of their
+            # tokens.
             x = take_positions(x, jnp.argsort(order, axis=1))
         return x, tuple(extended)
 

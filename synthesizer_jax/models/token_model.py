@@ -187,8 +187,9 @@ def token_mask(mask: MaskLike, *, batch: int, length: int) -> Mask | None:
       length: number of tokens in a row.
 
     Raises:
-      ValueError: an array has another shape, or contains numbers other than zero and one.
-      TypeError: `mask` has another type.
+      ValueError: if an array has a shape that is not listed above, or contains numbers other than
+        zero and one.
+      TypeError: if `mask` has a type that is not listed above.
     """
     if mask is None or isinstance(mask, Mask):
         return mask
@@ -249,8 +250,8 @@ def looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
 def resolve_dtype(model: _Model, platform: str | None = None) -> _Model:
     """Returns a copy of a model in which the dtype ``"auto"`` is replaced by a specific dtype.
 
-    The dtype ``"auto"`` becomes float32 on CPUs and bfloat16 on other platforms. A model with
-    another dtype is returned unchanged.
+    The dtype ``"auto"`` becomes float32 on CPUs and bfloat16 on other platforms. A model whose
+    dtype is not ``"auto"`` is returned unchanged.
 
     Args:
       model: a `TokenModel`.
@@ -327,7 +328,7 @@ class DecodingCache:
         """Applies a function to all arrays that have an entry for every row of targets.
 
         The rows of an example, such as its beams, share the keys and values of the memory. The
-        function is not applied to arrays that an example's rows share.
+        function is not applied to arrays that the rows of an example share.
 
         Args:
           function: a function from ``[rows, ...]`` to ``[other rows, ...]``, such as
@@ -382,7 +383,7 @@ class TextToText(TokenModel, kw_only=True):
         raise NotImplementedError
 
     def decode(self, tokens: jax.Array, memory: PyTree) -> jax.Array:
-        """Returns the states ``[batch · n, q, d_model]`` of teacher-forced targets, for `logits`.
+        """Returns the states ``[batch · n, q, d_model]`` of the targets, with teacher forcing.
 
         Args:
           tokens: ``[batch · n, q]`` the targets shifted right by one, with n rows for each input.
@@ -398,8 +399,8 @@ class TextToText(TokenModel, kw_only=True):
           max_length: the largest number of target positions that `extend` can fill.
 
         Raises:
-          ValueError: the model cannot decode `max_length` positions, for example because a table is
-            shorter.
+          ValueError: if the model cannot decode `max_length` positions, for example because a table
+            is shorter.
         """
         raise NotImplementedError
 
@@ -409,8 +410,8 @@ class TextToText(TokenModel, kw_only=True):
         Args:
           tokens: ``[batch · n, q]`` the next tokens of the targets, with n rows for each example.
             The first token of the targets is the start token.
-          cache: the cache from `init_cache` or from the previous step. The cache must have the same
-            rows as the tokens.
+          cache: the cache from `init_cache` or from the previous step. The rows of the cache and of
+            the tokens must correspond.
 
         Returns:
           ``[batch · n, q, d_model]`` states for `logits`, and the new cache.

@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Trainable(Generic[Model]):
-    """A model of which a run trains and saves all variables.
+    """A model in which a run trains and saves all variables.
 
     The subclass `adapters.Adapted` instead trains variables that modify a base. Training, plans and
     checkpoints only use the methods of this class, so the same code works with and without
@@ -77,5 +77,5 @@ class Trainable(Generic[Model]):
         return variables
 
     def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
-        """Returns the result of `merge`, computed by a compiled program if necessary."""
+        """Returns the result of `merge`. Subclasses may compile the computation."""
         return self.merge(variables, base)

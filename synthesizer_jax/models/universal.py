@@ -25,10 +25,11 @@ class UniversalStack(Stack):
     `halting_threshold` is given, every position decides when it halts (adaptive computation time,
     Graves 2016).
 
-    Let s_t be the state after step t, and w_t the halting probability. In the step in which a
-    position halts, the remainder replaces w_t. After a position has halted, w_t is zero. As in
-    Tensor2Tensor and Mesh-TensorFlow, the output is ``a_T``, where
-    ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and ``a_0 = 0``. Graves' own average is ``Σ_t w_t s_t``.
+    Let s_t be the state of a position after step t, and let w_t be its halting probability. In the
+    step in which a position halts, the remainder replaces w_t. After a position has halted, w_t is
+    zero. As in Tensor2Tensor and Mesh-TensorFlow, the output is ``a_T``, where
+    ``a_t = w_t s_t + (1 − w_t) a_{t−1}`` and ``a_0 = 0``. In contrast, Graves averages the states
+    as ``Σ_t w_t s_t``.
 
     Attributes:
       runs: a single `Run`. The number of steps is the `repeats` of the run.
@@ -72,9 +73,10 @@ class UniversalStack(Stack):
         """
         threshold = self.halting_threshold
         sinusoids: PyTree = SinusoidalPositions(parent=None)
-        average = jnp.zeros_like(x)  # a_t
-        # The three arrays [b, q] describe each position: the sum of its halting probabilities, the
-        # remainder with which it stopped, and the number of its steps.
+        average = jnp.zeros_like(x)  # a_t.
+        # Three arrays [b, q] describe each position. The arrays contain the sum of a position's
+        # halting probabilities, the remainder with which the position stopped, and the number of
+        # its steps.
         halted, remainders, updates = (jnp.zeros(x.shape[:2], jnp.float32) for _ in range(3))
         gate = nn.Dense(
             1,
@@ -93,7 +95,7 @@ class UniversalStack(Stack):
                 continue
 
             probability = jax.nn.sigmoid(gate(x)[..., 0])  # [b, q]
-            running = halted < 1.0  # [b, q], which is True for positions that have not halted
+            running = halted < 1.0  # [b, q], True for positions that have not halted.
             # A position stops at the step in which the sum of its halting probabilities exceeds the
             # threshold. The weight of this step is the remainder, so that the weights add up to 1.
             stops = running & (halted + probability > threshold)

@@ -101,7 +101,7 @@ def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignmen
       max_length: number of positions of the tables.
 
     Raises:
-      ValueError: the variant is unknown.
+      ValueError: if the variant is unknown.
     """
     if variant not in VARIANTS:
         raise ValueError(
@@ -155,8 +155,8 @@ def t5(
         output).
       encoder: the alignment of the encoder's self-attention, or a mixer that replaces the
         self-attention. None means T5's dot product.
-      decoder: the alignment or mixer of the decoder's self-attention. None means the same as in the
-        encoder.
+      decoder: the alignment or mixer of the decoder's self-attention. None means that the decoder
+        uses the alignment or mixer of the encoder.
       cross: the mixer over the encoder's outputs. None means T5's attention.
       relative_bias: whether to use T5's position bias, with one table per stack. A stack whose
         self-attention has no logits gets no position bias.
@@ -257,10 +257,10 @@ def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
     Glorot distribution. The variant `factorized` has rank 16 and uses the formula in the paper
     instead of the formula in the code.
 
-    Table 2 of Narang et al. 2021 contains the results. The published parameter counts, in whole
-    millions, fit two kinds of positions. The first kind is T5's relative bias. The second kind is a
-    vector for each of 512 positions, which both stacks share. The argument `learned_positions`
-    selects the kind.
+    Table 2 of Narang et al. 2021 contains the results. The published parameter counts, which are
+    rounded to millions, fit two kinds of position information. The first kind is T5's relative
+    bias. The second kind is a vector for each of 512 positions, which both stacks share. The
+    argument `learned_positions` selects the kind.
 
     Args:
       variant: a key of `MESH`.

@@ -69,8 +69,8 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
     Args:
       layer: an unbound Linen module. Supported modules are mixers, including user-defined mixers,
         feed-forward layers, blocks, stacks, and models such as ``ZOO["synthesizer_rv_base"]()``.
-      rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
-        dropout.
+      rngs: the random streams. The stream ``params`` initializes the parameters, and the stream
+        ``dropout`` is forked for dropout.
       **options: the arguments `in_features`, `deterministic` and `keep_rngs` of `LinenModule`. All
         modules except models require `in_features`.
 
@@ -80,7 +80,7 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
       `nnx.grad`, `nnx.Optimizer`, `nnx.split` and checkpoints.
 
     Raises:
-      ValueError: if `in_features` is missing, or if the module is of another kind.
+      ValueError: if `in_features` is missing, or if this kind of module is not supported.
     """
     if not isinstance(
         layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel
@@ -101,9 +101,10 @@ def axis_rules(
     """Returns rules for `nnx.logical_axis_rules` that cover every logical axis of this package.
 
     Under ``with nnx.logical_axis_rules(axis_rules(heads="tensor", mlp="tensor", embed="fsdp"))``,
-    `nnx.get_partition_spec` returns axes of the mesh. Flax does not change names without a rule,
-    and the mesh has no axes with these names. The result therefore contains a rule for every name
-    of this package. If you also use your own logical names, append rules for your names.
+    `nnx.get_partition_spec` returns axes of the mesh. If no rule maps a logical axis, Flax would
+    use its name as the name of a mesh axis that does not exist. The result therefore contains a
+    rule for every logical axis of this package. If you also use logical axes of your own, append
+    rules for them.
 
     Args:
       **axes: the mesh axis or mesh axes for each logical axis. The keywords are names in
@@ -111,10 +112,11 @@ def axis_rules(
         sharded.
 
     Returns:
-      Pairs of a logical axis and its mesh axis, mesh axes, or None.
+      A pair for every logical axis. The first entry of a pair is the name of the logical axis. The
+      second entry is a mesh axis, a tuple of mesh axes, or None.
 
     Raises:
-      ValueError: if a name is in neither table.
+      ValueError: if a keyword is in neither `LOGICAL_AXES` nor `ACTIVATION_AXES`.
     """
     names = (*LOGICAL_AXES, *ACTIVATION_AXES)
     for name in axes.keys() - set(names):

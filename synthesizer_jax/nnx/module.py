@@ -30,9 +30,9 @@ from synthesizer_jax.primitives.parameters import NamedAxes, Variables, logical_
 def _variable_type(
     collection: str,
 ) -> Callable[[type[nnx.Variable[Any]]], type[nnx.Variable[Any]]]:
-    """Registers a class as the variable type of a collection, unless the collection has a type.
+    """Registers a class as the variable type of a collection that has no type yet.
 
-    Without a registered type, Flax would create a type when it first finds the name of the
+    Without a registered type, Flax would create a type when it first encounters the name of the
     collection. A type that Flax creates cannot be pickled, because no module defines it.
 
     Args:
@@ -85,16 +85,16 @@ class LinenModule(nnx.Module):
     Args:
       *args: the fields of the Linen class in their order, or a single Linen module whose fields are
         used.
-      rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
-        dropout. If a stream is missing, the default stream is used.
+      rngs: the random streams. The stream ``params`` initializes the parameters, and the stream
+        ``dropout`` is forked for dropout. If a stream is missing, the default stream is used.
       in_features: the number of input features. Models do not need `in_features`, because their
         inputs are integer tokens.
       example: arguments for a call of the Linen module, which can be given instead of
         `in_features`. Only the shapes and dtypes matter, so arrays may be replaced by
         `jax.ShapeDtypeStruct`.
-      deterministic: whether dropout is off. If it is None, every call must pass `deterministic`.
-      keep_rngs: whether the module keeps a random stream for dropout. If it is False, every call
-        with dropout must pass `rngs`.
+      deterministic: whether dropout is off. If `deterministic` is None, every call must pass it.
+      keep_rngs: whether the module keeps a random stream for dropout. If `keep_rngs` is False,
+        every call with dropout must pass `rngs`.
       **fields: fields of the Linen class.
 
     Attributes:
@@ -182,8 +182,9 @@ class LinenModule(nnx.Module):
 
         Args:
           *args: the arguments of the method.
-          deterministic: whether dropout is off. None uses the attribute of the module.
-          rngs: random streams, a single stream, or a PRNG key for dropout. None uses the stream
+          deterministic: whether dropout is off. None means that the module's attribute
+            `deterministic` decides.
+          rngs: random streams, a single stream, or a PRNG key for dropout. None means the stream
             that the module keeps.
           sow_weights: whether to sow the attention weights, ``[batch or 1, heads, q, k]``, as
             ``attention_weights``. Sown weights have the variable type `nnx.Intermediate`, and
@@ -253,9 +254,9 @@ class LinenModule(nnx.Module):
         super().__setattr__(name, value)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets the attributes of a view, and is called by `nnx.view`.
+        """Sets the attribute `deterministic`, unless the argument is None.
 
-        If `deterministic` is None, the attribute keeps its value.
+        `nnx.view` calls this method.
         """
         if deterministic is not None:
             self.deterministic = deterministic
@@ -269,7 +270,7 @@ def joined_signature(wrapped: type, wrapper: type) -> inspect.Signature:
 
     Args:
       wrapped: the wrapped class.
-      wrapper: the class whose constructor adds keyword arguments.
+      wrapper: the class that wraps `wrapped`, whose constructor adds keyword arguments.
     """
     # `inspect.signature(cls)` does not work, because NNX's metaclass hides the signatures of
     # classes.
@@ -289,8 +290,10 @@ def draw_dropout_key(
 
     Args:
       module: a module with the attributes `deterministic` and `rngs`.
-      deterministic: whether dropout is off. None uses the attribute of the module.
-      rngs: random streams, a single stream, or a PRNG key. None uses the attribute of the module.
+      deterministic: whether dropout is off. None means that the module's attribute `deterministic`
+        decides.
+      rngs: random streams, a single stream, or a PRNG key. None means the stream that the module
+        keeps.
 
     Raises:
       ValueError: if `deterministic` is not set, or if there is no random stream for dropout.

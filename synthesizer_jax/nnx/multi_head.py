@@ -22,18 +22,18 @@ Sharding: TypeAlias = jax.sharding.Sharding | jax.sharding.PartitionSpec | None
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """Flax NNX's `MultiHeadAttention`, optionally with an alignment instead of the dot product.
 
-    This layer is a drop-in replacement for `flax.nnx.MultiHeadAttention`, as
-    `synthesizer_jax.MultiHeadAttention` is for Linen's layer. The notes of
-    `synthesizer_jax.MultiHeadAttention` on dropout, fully masked queries and dtypes also apply to
-    this layer. Without `alignment`, the parameters, their initial values, the cache and the results
-    are the same as in Flax. With an alignment, the attribute ``align`` holds the parameters of the
-    alignment, and the attributes ``query`` and ``key`` exist only for `DotProduct`. An alignment
-    does not support grouped-query attention (`num_kv_heads`).
+    This layer is a drop-in replacement for `flax.nnx.MultiHeadAttention`. For Linen, use
+    `synthesizer_jax.MultiHeadAttention`. The notes of `synthesizer_jax.MultiHeadAttention` on
+    dropout, fully masked queries and dtypes also apply to this layer. Without `alignment`, the
+    parameters, their initial values, the cache and the results are the same as in Flax. With an
+    alignment, the attribute ``align`` holds the parameters of the alignment, and the attributes
+    ``query`` and ``key`` exist only for `DotProduct`. An alignment does not support grouped-query
+    attention (`num_kv_heads`).
 
     Args:
       *args: arguments of `flax.nnx.MultiHeadAttention`.
-      rngs: the random streams. ``params`` initializes the parameters, and ``dropout`` is forked for
-        dropout.
+      rngs: the random streams. The stream ``params`` initializes the parameters, and the stream
+        ``dropout`` is forked for dropout.
       alignment: the Linen module that computes the attention logits or weights. None uses Flax's
         scaled dot product.
       **options: keyword arguments of `flax.nnx.MultiHeadAttention`.
@@ -55,7 +55,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if not is_dot_product:
             del self.query, self.key
 
-        # `DotProduct` gets projected tokens. All other alignments get tokens without a projection.
+        # `DotProduct` gets projected tokens. All other alignments get the tokens themselves, which
+        # are not projected.
         x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         context = AttentionContext(self.num_heads, self.head_dim, Span(0, 1), Span(0, 1))
         self.align = LinenModule(alignment, example=(x, y, context), rngs=rngs)
@@ -79,7 +80,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_v: the inputs of the values, ``[batch..., k, in_kv_features]``. None uses
             `inputs_k`.
           mask: an array or a `Mask` that says which keys a query may attend to. An array is bool or
-            0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` needs no array of q × k.
+            0/1 and broadcastable to ``[batch..., heads, q, k]``. A `Mask` does not have to store
+            every pair of query and key.
           decode: whether to use the cache. None uses the attribute `decode`.
           is_causal: whether a query may attend only to keys up to its own position. Decoding is
             always causal.

@@ -3,8 +3,9 @@
 Optax's Adafactor factors the two largest dimensions of an array and computes norms over the whole
 array. Optax's choice does not fit the parameters of T5 and of Synthesizers. T5's attention kernels
 are matrices in three dimensions, scanned layers are stacked in one array, and a Synthesizer's table
-is a stack of one matrix per head. In this module, the logical axes of a parameter determine which
-of its dimensions form a batch of separate matrices, which are rows and which are columns.
+is a stack of one matrix per head. In this module, the logical axes of a parameter determine the
+roles of its dimensions: some dimensions number separate matrices, and the others form the rows and
+the columns of each matrix.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class FactoredDims:
     """The roles of a parameter's dimensions.
 
     A parameter may be a stack of *slices*, such as the layers of a scanned stack. Every slice is
-    updated like a parameter of its own.
+    updated like a separate parameter.
 
     Attributes:
       batch: the dimensions along which slices are stacked.
@@ -75,10 +76,11 @@ class FactoredDims:
 def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) -> FactoredDims:
     """Returns the roles of a parameter's dimensions.
 
-    As in T5X, every layer of a scanned stack is a slice. Stacks of T5's own matrices are factored
-    regardless of their size. The matrices of unrolled layers are factored only if they are large
-    enough. If rows and columns are at least `min_size`, as in all published models, scanned and
-    unrolled layers have the same updates. Smaller unrolled models keep full second moments.
+    As in T5X, every layer of a scanned stack is a slice. Stacks of matrices that exist in T5 are
+    factored regardless of their size. The matrices of unrolled layers are factored only if they
+    have at least `min_size` rows and columns. The matrices of all published models are large
+    enough, so scanned and unrolled layers have the same updates. Smaller unrolled models keep full
+    second moments.
 
     Args:
       axes: logical axis names of the parameter's dimensions.
@@ -90,7 +92,8 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
         i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table)
     )
 
-    # Each group holds the dimensions that form one dimension of a slice's matrix.
+    # Each group lists the dimensions that together form the rows or the columns of a slice's
+    # matrix.
     groups: list[list[int]] = []
     for i, axis in enumerate(axes):
         if i in batch:
@@ -131,7 +134,8 @@ class AdafactorState(NamedTuple):
 class Adafactor:
     """Adafactor as T5 uses it, without momentum (Shazeer and Stern 2018, algorithms 4, 5 and 8).
 
-    For a gradient G of a parameter X at update t, counted from 0:
+    Let G be the gradient of a parameter X at update t, counted from 0. The update is computed in
+    four steps:
 
     1. ``β₂(t) = 1 − (t+1)^−decay_rate``.
     2. ``V ← β₂ V + (1 − β₂)(G² + ε₁)``. If X is factored, V is stored as row and column means.
@@ -147,7 +151,7 @@ class Adafactor:
       clip: maximum RMS of a slice's update. None means no clipping.
       parameter_scale: whether to multiply the update by the RMS of the parameter's slice.
       min_size: minimum number of rows and of columns for factoring; see `factored_dims`.
-      clip_norm: maximum global norm of the gradient. None, as in T5, means no clipping.
+      clip_norm: maximum global norm of the gradient. None means no clipping, as in T5.
     """
 
     learning_rate: LearningRate = InverseSquareRoot()
@@ -200,8 +204,8 @@ class Adafactor:
                 return (-rate * u).astype(p.dtype), moments
 
             tree = jax.tree.map(update_parameter, gradients, axes, params, state.moments)
-            # `tree` has a pair of an update and moments for each parameter. The pairs are split
-            # into a tree of updates and a tree of moments.
+            # For each parameter, `tree` contains a pair of an update and moments. The pairs are
+            # split into a tree of updates and a tree of moments.
             pairs = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is tuple)
             structure = jax.tree.structure(gradients)
             updates = jax.tree.unflatten(structure, [update for update, _ in pairs])
@@ -212,10 +216,10 @@ class Adafactor:
 
 
 def _moment_dims(dims: FactoredDims, ndim: int) -> dict[str, list[int]]:
-    """Returns the dimensions of a parameter that each of its moments has."""
+    """Returns the dimensions of a parameter that each of its moments keeps."""
     if not dims.rows:
         return {"full": list(range(ndim))}
-    # The means of the rows are taken over the columns, and the means of the columns over the rows.
+    # The row means are averages over the columns, and the column means are averages over the rows.
     return {
         "row": [i for i in range(ndim) if i not in dims.columns],
         "col": [i for i in range(ndim) if i not in dims.rows],
@@ -250,24 +254,24 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     """Returns the logical axes of an optimizer's state.
 
     A leaf with the path and shape of a parameter, such as a moment of Adam, has the parameter's
-    axes. The path may continue with ``row``, ``col`` or ``full``, as in Adafactor. A leaf with such
-    a path has those axes of the parameter that remain after the reduction, and the sizes of the
-    leaf must be the sizes of these axes. All other leaves have no axes. Only the dictionary keys of
-    a path are compared.
+    axes. In Adafactor, the path of a moment continues with ``row``, ``col`` or ``full``. Such a
+    moment has the axes of the parameter over which no mean was taken, if it also has the sizes of
+    these axes. All other leaves have no axes. Only the dictionary keys of a path are compared.
 
     Args:
       opt_state: the state of an optimizer.
       axes: the logical axes of the parameters.
       shapes: the shapes of the parameters.
     """
-    # The keys are the path and the shape of a leaf, for all leaves that any optimizer might have.
+    # A key consists of the path and the shape of a leaf. The dictionary contains all leaves that
+    # the state of any optimizer might have.
     axes_by_leaf: dict[tuple[tuple[str, ...], tuple[int, ...]], Axes] = {}
     nodes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)
         axes_by_leaf[keys, param.shape] = names
         # Moments may be factored or full, depending on the optimizer's `min_size`. This function
-        # does not know `min_size`, so it adds the axes of both.
+        # does not know `min_size`, so it adds the axes of factored moments and of full moments.
         factored = factored_dims(names, param.shape, min_size=0)
         full = FactoredDims(())
         for dims in (factored, full):

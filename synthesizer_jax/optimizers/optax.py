@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     for name, f in vars(optax).items()
     if inspect.isfunction(f)
     and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
-    # The three optimizers that are excluded take no schedule, or need more than gradients.
+    # rprop, sm3 and lbfgs are excluded because they take no schedule or need more than gradients.
     and not name.startswith(("_", "scale_by_"))
     and name not in ("rprop", "sm3", "lbfgs")
 }
@@ -59,7 +59,7 @@ class Optax:
         _check_call(self.name, OPTIMIZERS, {"learning_rate": None, **dict(self.arguments)})
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
-        del axes  # only Adafactor and AdamW treat parameters by their axes
+        del axes  # only Adafactor and AdamW use the logical axes of parameters
         learning_rate = build_schedule(self.learning_rate)
         transformation = OPTIMIZERS[self.name](learning_rate, **dict(self.arguments))
         return with_clipping(transformation, self.clip_norm)
@@ -101,7 +101,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _check_call(name: str, functions: Mapping[str, Callable[..., Any]], arguments: Any) -> None:
-    """Raises a `ValueError` if no function has this name, or if it cannot take these arguments."""
+    """Raises a `ValueError` if there is no such function, or if it does not take the arguments."""
     if name not in functions:
         raise ValueError(
             f"optax has no function {name!r} that can be used here"
@@ -129,7 +129,7 @@ def optax_optimizer(
       **arguments: the function's other arguments.
 
     Raises:
-      ValueError: optax has no optimizer of this name, or the arguments do not fit the optimizer.
+      ValueError: if optax has no optimizer of this name, or the arguments do not fit the optimizer.
     """
     return Optax(name, learning_rate, tuple(sorted(arguments.items())), clip_norm)
 
@@ -142,6 +142,6 @@ def optax_schedule(name: str, **arguments: Any) -> OptaxSchedule:
       **arguments: the function's arguments.
 
     Raises:
-      ValueError: optax has no schedule of this name, or the arguments do not fit the schedule.
+      ValueError: if optax has no schedule of this name, or the arguments do not fit the schedule.
     """
     return OptaxSchedule(name, from_json(to_json(arguments)))

@@ -1,7 +1,7 @@
-"""Learning rates and freezing by the path of a parameter, for any optimizer.
+"""Sets the learning rates of parameters, or freezes parameters, according to their paths.
 
-The optimizer is built only for the trained parameters. Frozen parameters have no gradients, no
-optimizer state, and no part in the global norm of the gradient.
+The optimizer is built only for the trained parameters. Frozen parameters have no gradients and no
+optimizer state, and do not count in the global norm of the gradient.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRul
       A parameter is frozen if all factors in its array are 0.
 
     Raises:
-      ValueError: a rule applies to no parameter, or every parameter is frozen.
+      ValueError: if a rule applies to no parameter, or every parameter is frozen.
     """
     every = (*rules, OptimizerRule(".*"))
     all_paths: list[str] = []
@@ -100,10 +100,11 @@ def _first_match(rules: Sequence[OptimizerRule], path: str) -> OptimizerRule:
 
 @dataclasses.dataclass(frozen=True)
 class RuledOptimizer:
-    """An optax transformation for the trained parameters, together with the factors of rules.
+    """An optax transformation for the trained parameters, with a learning-rate factor for each.
 
     Attributes:
-      transformation: an optax transformation for trees as `trained` returns them.
+      transformation: an optax transformation for trees without frozen parameters, such as the
+        results of `trained`.
       rates: the factors of the learning rate; see `resolve_rules`.
       schedule: the learning rate as a function of the number of updates, or None if the optimizer
         has no schedule.
@@ -173,14 +174,14 @@ class RuledOptimizer:
 
         The optax transformation expects keys and not their data.
         """
-        implementations = list[Any]()  # JAX's specification of a leaf's keys, or None for numbers
+        implementations = list[Any]()  # the PRNG implementation of each leaf, or None
 
         def record(trained: PyTree) -> None:
-            """Records the kind of PRNG keys of each leaf of the state, or None for other leaves."""
+            """Records the PRNG implementation of each leaf of the state, or None for numbers."""
             for x in jax.tree.leaves(self.transformation.init(trained)):
                 implementations.append(jax.random.key_impl(x) if _is_key(x) else None)
 
-        # Only the dtypes of the initial state are needed, so `init` is traced and not computed.
+        # Only the dtypes of the initial state are needed, so `init` is traced but not executed.
         jax.eval_shape(record, trained)
         leaves, structure = jax.tree.flatten(opt_state)
         restored = []

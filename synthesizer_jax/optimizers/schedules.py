@@ -32,7 +32,7 @@ def build_schedule(rate: LearningRate) -> optax.Schedule:
     """Returns the learning rate as a function of the step.
 
     Raises:
-      ValueError: the schedule does not build a function.
+      ValueError: if the schedule does not build a function.
     """
     if isinstance(rate, int | float):
         rate = Constant(rate)
@@ -96,8 +96,8 @@ class Noam:
 
     At step s, counted from 1, the learning rate is
     ``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)`` (Vaswani et al. 2017, equation 3).
-    The decay is the inverse square root of the step. Tensor2Tensor's base model uses a factor of 2
-    and 8,000 warm-up steps.
+    After the warm-up, the learning rate is proportional to the inverse square root of the step.
+    Tensor2Tensor's base model uses a factor of 2 and 8,000 warm-up steps.
 
     Attributes:
       d_model: width of the model.

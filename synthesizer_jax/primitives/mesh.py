@@ -48,11 +48,13 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
-    """Returns the partition of attention over the current mesh, or None without mesh axes.
+    """Returns the partition of attention over the current mesh, or None if no mesh axis is used.
 
     Args:
-      batch: the number of examples. Mesh axes that do not divide this number evenly are not used.
-      heads: the number of heads. Mesh axes that do not divide this number evenly are not used.
+      batch: the number of examples. Mesh axes that do not divide the number of examples evenly are
+        not used.
+      heads: the number of heads. Mesh axes that do not divide the number of heads evenly are not
+        used.
     """
     mesh_partition = Partition(
         batch=mesh_axes("batch"), heads=mesh_axes("heads"), sequence=mesh_axes("sequence")
@@ -104,7 +106,7 @@ def on_any_mesh(function: Function) -> Function:
             rules, spec_of = _input_layout(x, variables)
 
             def call_with_rules(owner: PyTree, *args_and_kwargs: PyTree) -> PyTree:
-                """Calls the function with the rules that the types of its arguments imply."""
+                """Calls the function with the logical axis rules of its arguments' types."""
                 *args, kwargs = args_and_kwargs
                 with nn.logical_axis_rules(rules):
                     return function(owner, *args, **kwargs)
@@ -119,7 +121,7 @@ def on_any_mesh(function: Function) -> Function:
 
 
 def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules, _SpecOf]:
-    """Returns the partitioning that the types of the input and of the variables imply.
+    """Returns the partitioning that follows from the types of the input and of the variables.
 
     Returns:
       The logical axis rules, and a function from a result to its `PartitionSpec`.
@@ -137,7 +139,7 @@ def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules
         rules.append(("heads", _heads_axes(variables.get("params", {}))))
 
     def spec_of(y: jax.Array) -> PartitionSpec:
-        """Returns the sharding of a result from the leading axes that it shares with the input."""
+        """Returns the sharding of a result, which shares its leading axes with the input."""
         if y.ndim == 0 or y.shape[0] != x.shape[0]:
             return PartitionSpec()
         if y.ndim >= num_leading and y.shape[:num_leading] == x.shape[:num_leading]:

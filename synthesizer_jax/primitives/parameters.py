@@ -31,10 +31,10 @@ LOGICAL_AXES = (
     "kv",  # features of one head
     "mlp",  # features of the feed-forward layer's hidden layer
     "synth_hidden",  # features of a Dense or Factorized Dense alignment's hidden layer
-    "query_length",  # rows of a table over positions
-    "key_length",  # columns of a table over positions
+    "query_length",  # query positions of a table of logits
+    "key_length",  # key positions of a table of logits
     "rank",  # rank of a Factorized Random table
-    "length",  # rows of a table of absolute positions
+    "length",  # positions of a table of position embeddings
     "norm",  # scale of a normalization layer
     "relpos_buckets",
     "parts",  # parts of a mixture
@@ -47,7 +47,7 @@ LOGICAL_AXES = (
 
 ACTIVATION_AXES = (
     "batch",  # examples
-    "sequence",  # positions, if every query may attend to every key
+    "sequence",  # positions of a sequence, if every query may attend to every key
 )
 """The logical axis names of activations, besides ``heads``; see `primitives.mesh`."""
 
@@ -215,7 +215,7 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
     try:
         init = _boxed_init(module)
     except TypeError:
-        # The module is not hashable, because it has a field such as a list.
+        # A module is not hashable if one of its fields is not hashable, such as a list.
         init = _boxed_init.__wrapped__(module)
     boxed = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)
 

@@ -76,8 +76,8 @@ class MeshShape:
           slices: number of slices.
 
         Raises:
-          ValueError: the product of the sizes is not the number of devices in a slice or the number
-            of slices, or an additional axis is not registered.
+          ValueError: if the product of the sizes is not the number of devices in a slice or the
+            number of slices, or an additional axis is not registered.
         """
         if devices % slices:
             raise ValueError(
@@ -132,7 +132,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
       devices: the devices. None means all devices.
 
     Raises:
-      ValueError: the sizes do not match the number of devices.
+      ValueError: if the sizes do not match the number of devices.
     """
     if devices is None:
         devices = jax.devices()

@@ -67,7 +67,8 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
       *logical_axes: names from `LOGICAL_AXES`.
 
     Raises:
-      ValueError: the name is already in use for other logical axes, or a logical axis is unknown.
+      ValueError: if the name is already in use for other logical axes, or a logical axis is
+        unknown.
     """
     if name in MESH_AXES or EXTRA_MESH_AXES.get(name, logical_axes) != logical_axes:
         raise ValueError(
@@ -129,7 +130,7 @@ def partition_spec(
       name: the name of the array, for error messages.
 
     Raises:
-      ValueError: two dimensions would be sharded over the same mesh axis, or the size of a
+      ValueError: if two dimensions would be sharded over the same mesh axis, or the size of a
         dimension is not divisible by the size of its mesh axis.
     """
     entries: list[str | None] = []
@@ -163,8 +164,8 @@ def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree
       A pytree of `NamedSharding`.
 
     Raises:
-      ValueError: an array cannot be sharded; see `partition_spec`. The error message contains the
-        path of the array.
+      ValueError: if an array cannot be sharded; see `partition_spec`. The error message contains
+        the path of the array.
     """
 
     def named_sharding(
