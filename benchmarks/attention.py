@@ -50,7 +50,7 @@ from synthesizer_jax import (
     relative_bias,
 )
 from synthesizer_jax.alignments import AttentionContext
-from synthesizer_jax.attention.relative import relative_buckets
+from synthesizer_jax.attention.relative_table import relative_buckets
 from synthesizer_jax.costs.summary import flops
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
 from synthesizer_jax.attention import attend, banded, low_rank, static
-from synthesizer_jax.attention.attend import ROUTES
+from synthesizer_jax.attention.routes import ROUTES
 from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
 from tests.attention.cases import normal
 from tests.conftest import ROOT

@@ -68,6 +68,19 @@ def test_the_root_imports_every_public_name_from_where_it_is_declared():
         assert getattr(sj, name) is getattr(importlib.import_module(module), name)
 
 
+def test_no_public_name_is_also_the_name_of_a_module():
+    """`synthesizer_jax.attention.static` is a function, so no module may be called `static.py`.
+
+    Otherwise ``import synthesizer_jax.attention.static`` and ``from synthesizer_jax.attention
+    import static`` would bring two different things.
+    """
+    for package, names in public_names().items():
+        folder = ROOT / package.replace(".", "/")
+        modules = {path.stem for path in folder.glob("*.py")}
+        packages = {path.parent.name for path in folder.glob("*/__init__.py")}
+        assert not (modules | packages) & set(names), package
+
+
 def test_a_public_name_without_an_entry_in_the_reference_is_found(tmp_path):
     (tmp_path / "reference").mkdir()
     every = [f"{package}.{name}" for package, names in public_names().items() for name in names]

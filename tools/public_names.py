@@ -48,24 +48,6 @@ def imported_names(package: str) -> Iterator[tuple[str, list[str]]]:
             yield str(node.module), [alias.name for alias in node.names]
 
 
-def hidden_names(package: str) -> dict[str, str]:
-    """Returns the public names of a package that are also names of its modules.
-
-    For example, ``synthesizer_jax.attention.attend`` is a function when it is imported, but a
-    program that reads the source finds the module `attend.py` under this name.
-
-    Returns:
-      The full name of every hidden name, such as ``synthesizer_jax.attention.attend.attend``.
-    """
-    folder = ROOT / package.replace(".", "/")
-    return {
-        name: f"{module}.{name}"
-        for module, names in imported_names(package)
-        for name in names
-        if (folder / f"{name}.py").exists()
-    }
-
-
 def names_without_entry(site: pathlib.Path) -> list[str]:
     """Returns the full public names that have no entry in the built reference.
 

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 
 from tools.public_names import (  # noqa: E402
     PACKAGE,
-    hidden_names,
     imported_names,
     names_without_entry,
     public_names,
@@ -130,13 +129,8 @@ def commands() -> str:
 
 
 def reference(module: str) -> str:
-    """Returns the directives that document a module."""
-    blocks = [f"::: {module}"]
-    for name, full_name in hidden_names(module).items():
-        heading = "show_root_heading: true, show_root_toc_entry: true, show_root_full_path: false"
-        options = f"    options: {{{heading}, heading_level: 2}}"
-        blocks.append(f"{anchor(f'{module}.{name}')}\n\n::: {full_name}\n{options}")
-    return "\n\n".join(blocks)
+    """Returns the directive that documents a module."""
+    return f"::: {module}"
 
 
 def anchor(name: str) -> str:
@@ -156,7 +150,7 @@ def exported_names() -> str:
     ]
     for name in sorted(public_names()[PACKAGE], key=str.lower):
         module = modules[name]
-        target = hidden_names(module).get(name, f"{module}.{name}")
+        target = f"{module}.{name}"
         docstring = package[target.removeprefix(f"{PACKAGE}.")].docstring
         summary = docstring.value.partition("\n")[0].replace("|", "\\|") if docstring else ""
         shown = f"`{name}`" if module == f"{PACKAGE}.version" else f"[`{name}`][{target}]"

@@ -13,7 +13,7 @@ from flax.typing import Dtype, Shape
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
-from synthesizer_jax.attention.relative import arange
+from synthesizer_jax.attention.relative_table import arange
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import NotEmpty, NotNegative, Positive

@@ -9,7 +9,7 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, relative
-from synthesizer_jax.attention.relative import arange, buckets_between
+from synthesizer_jax.attention.relative_table import arange, buckets_between
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length

@@ -5,14 +5,14 @@ Attention logits are a sum of terms, and `attend` computes attention from these 
 the attention inside of a function is computed.
 """
 
-from synthesizer_jax.attention.attend import attend, attention_weights, drop_value_vectors
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
 from synthesizer_jax.attention.explanations import Explanation, explain
 from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
-from synthesizer_jax.attention.reference import materialize_logits
-from synthesizer_jax.attention.relative import RelativeTable, relative_bias
+from synthesizer_jax.attention.reference_route import materialize_logits
+from synthesizer_jax.attention.relative_table import RelativeTable, relative_bias
+from synthesizer_jax.attention.routes import attend, attention_weights, drop_value_vectors
 from synthesizer_jax.attention.terms import (
     Banded,
     LowRank,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.attend import FEW_LOGITS, attend
-from synthesizer_jax.attention.fused import CHECKPOINT_NAME
+from synthesizer_jax.attention.fused_route import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
 from synthesizer_jax.attention.partition import Partition, partition_by_types, partition_of_query
-from synthesizer_jax.attention.relative import RelativeTable
+from synthesizer_jax.attention.relative_table import RelativeTable
+from synthesizer_jax.attention.routes import FEW_LOGITS, attend
 from synthesizer_jax.attention.terms import (
     LowRank,
     Static,

@@ -5,7 +5,7 @@ over the heads, and the inner loop runs over the examples. A bias that the examp
 therefore computed once per head, and the gradient of the bias is summed over the batch in place.
 GPUs compute all heads of an example at once instead, as batched matrix products.
 
-`fused` explains the method and its formulas.
+`fused_route` explains the method and its formulas.
 """
 
 from __future__ import annotations

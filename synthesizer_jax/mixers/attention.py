@@ -25,8 +25,8 @@ from synthesizer_jax.attention import (
     init_cache,
     materialize_logits,
 )
-from synthesizer_jax.attention.attend import ROUTES, check_terms
 from synthesizer_jax.attention.cache import Values, advance_length, fill_invalid
+from synthesizer_jax.attention.routes import ROUTES, check_terms
 from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
@@ -71,7 +71,7 @@ class AttentionBase(Mixer):
         attention (Shazeer et al. 2020, section 3.3).
       use_bias: whether the value and output projections have a bias, as in BERT. The alignment's
         own field `use_bias` adds biases to the queries and keys.
-      implementation: the name of the route that computes attention, from `attention.attend.ROUTES`,
+      implementation: the name of the route that computes attention, from `attention.routes.ROUTES`,
         or ``auto``.
       value_init: initializer of the value kernel, as ``[d_model, heads · head_dim]``.
       out_init: initializer of the output kernel, as ``[heads · head_dim, d_model]``.

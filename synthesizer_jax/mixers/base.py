@@ -13,8 +13,8 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention import Explanation, Mask, Terms, explain
-from synthesizer_jax.attention.attend import check_terms
 from synthesizer_jax.attention.masks import CROSS_ATTENTION, MaskLike, is_concrete
+from synthesizer_jax.attention.routes import check_terms
 from synthesizer_jax.base.registry import check_fields
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap

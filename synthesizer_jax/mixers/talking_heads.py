@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
 from synthesizer_jax.attention.masks import zero_padding
-from synthesizer_jax.attention.reference import weigh_values
+from synthesizer_jax.attention.reference_route import weigh_values
 from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, NotNegative

@@ -13,9 +13,9 @@ import numpy as np
 
 from synthesizer_jax.alignments import Alignment, AttentionContext
 from synthesizer_jax.attention import Cache, Mask, Span, Terms
-from synthesizer_jax.attention.fused import CHECKPOINT_NAME
+from synthesizer_jax.attention.fused_route import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import MaskLike, segment_positions
-from synthesizer_jax.attention.relative import arange
+from synthesizer_jax.attention.relative_table import arange
 from synthesizer_jax.base.registry import check_fields, fields_of, register
 from synthesizer_jax.base.typing import Choices, NotEmpty, Range, Rate
 from synthesizer_jax.mixers.base import move_padding_last, resolve_position, take_positions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 import re
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Mask, dot_product_attention, relative_bias
-from synthesizer_jax.attention import functional, low_rank, static
-from synthesizer_jax.attention.relative import relative_buckets
+from synthesizer_jax.attention import functional, low_rank, routes, static
+from synthesizer_jax.attention.relative_table import relative_buckets
 from tests.attention.cases import FAST_COMPILE, normal
 from tests.attention.oracle import close, rms_error
 
@@ -30,8 +29,7 @@ expected_attention = functools.partial(jax.nn.dot_product_attention, implementat
 
 @contextlib.contextmanager
 def fused_at_any_size() -> Iterator[None]:
-    attend = importlib.import_module("synthesizer_jax.attention.attend")
-    with mock.patch.object(attend, "FEW_LOGITS", 0), mock.patch.object(functional, "FEW_LOGITS", 0):
+    with mock.patch.object(routes, "FEW_LOGITS", 0), mock.patch.object(functional, "FEW_LOGITS", 0):
         yield
 
 

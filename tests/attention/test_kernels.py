@@ -15,10 +15,10 @@ from synthesizer_jax.attention import (
     Mask,
     Static,
     attend,
-    fused,
     fused_gpu,
     fused_gpu_geometry,
     fused_loop,
+    fused_route,
     fused_tpu,
     fused_tpu_geometry,
     low_rank,
@@ -26,9 +26,9 @@ from synthesizer_jax.attention import (
     static_tpu,
 )
 from synthesizer_jax.attention.derivatives import platform_dependent
-from synthesizer_jax.attention.fused import softmax_vjp_delta
-from synthesizer_jax.attention.static import static_inputs
+from synthesizer_jax.attention.fused_route import softmax_vjp_delta
 from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
+from synthesizer_jax.attention.static_route import static_inputs
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
@@ -48,7 +48,7 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bia
     """
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     terms = jax.tree.map(lambda x: x + bias, terms)
-    inputs = fused.fused_inputs(Call(terms, values, mask, q))
+    inputs = fused_route.fused_inputs(Call(terms, values, mask, q))
     offset = mask.query_offset
     products, values = inputs.products, inputs.values
     ones = jax.tree.map(jnp.ones_like, (products, values))
@@ -159,7 +159,7 @@ def test_fused_bfloat16_is_as_close_as_the_loop(platform):
 def test_equal_logits_of_any_size_give_the_mean(platform, size):
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     terms = (static(jnp.full((HEADS, QUERIES, KEYS), size)),)
-    inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
+    inputs = fused_route.fused_inputs(Call(terms, values, Mask(), QUERIES))
     out, _ = FUSED[platform].forward(QUERIES, 0, None, inputs, interpret=True)
     mean = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
     np.testing.assert_allclose(out, mean, atol=1e-5)
@@ -253,7 +253,7 @@ def test_calls_that_the_kernels_do_not_support():
     terms, values, _ = cases.problem(("static",), QUERIES)
 
     def obstacles(mask, values=values, q=QUERIES):
-        inputs = fused.fused_inputs(Call(terms, values, mask, QUERIES))
+        inputs = fused_route.fused_inputs(Call(terms, values, mask, QUERIES))
         return fused_tpu.obstacle(inputs), static_tpu.obstacle(q, inputs)
 
     for name, mask in {
@@ -264,7 +264,7 @@ def test_calls_that_the_kernels_do_not_support():
     assert "allowed" in obstacles(Mask(allowed=cases.holes(1, HEADS, QUERIES, KEYS)))[0]
     assert obstacles(Mask()) == (None, None)
     pattern = jax.ShapeDtypeStruct((48, 1, 8192, 8192), bool)
-    inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
+    inputs = fused_route.fused_inputs(Call(terms, values, Mask(), QUERIES))
     inputs = inputs._replace(mask=dataclasses.replace(inputs.mask, allowed=pattern))
     assert "which is too large for the kernels" in fused_gpu.obstacle(inputs)
     half = values.astype(jnp.float16)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, attend, attention_weights, fused, fused_loop, static
+from synthesizer_jax.attention import (
+    Mask,
+    attend,
+    attention_weights,
+    fused_loop,
+    fused_route,
+    static,
+)
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES
@@ -37,10 +44,10 @@ def test_all_heads_at_once_as_on_gpus(name: str) -> None:
     @functools.partial(jax.jit, static_argnums=1, compiler_options=cases.FAST_COMPILE)
     def run(inputs, parallel):
         out, stats = fused_loop.loop_forward(q, inputs, parallel=parallel)
-        delta = fused.softmax_vjp_delta(out, g, jnp.float32)
+        delta = fused_route.softmax_vjp_delta(out, g, jnp.float32)
         return out, stats, fused_loop.loop_backward(inputs, stats, delta, g, parallel=parallel)
 
-    inputs = fused.fused_inputs(Call(terms, values, mask, q))
+    inputs = fused_route.fused_inputs(Call(terms, values, mask, q))
     oracle.close(run(inputs, True), run(inputs, False), 2e-5)
 
 

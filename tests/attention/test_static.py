@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from synthesizer_jax.attention import Mask, attend, static
-from synthesizer_jax.attention.fused import Options
-from synthesizer_jax.attention.static import _attend_static_fwd, static_inputs
+from synthesizer_jax.attention.fused_route import Options
+from synthesizer_jax.attention.static_route import _attend_static_fwd, static_inputs
 from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 

@@ -11,7 +11,7 @@ import pytest
 
 from synthesizer_jax import Gaussian, TalkingHeads
 from synthesizer_jax.attention import Mask, attend, low_rank, relative, static
-from synthesizer_jax.attention.attend import FEW_LOGITS
+from synthesizer_jax.attention.routes import FEW_LOGITS
 from synthesizer_jax.costs import chips
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import alignment, t5

@@ -12,7 +12,7 @@ import synthesizer_jax as sj
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.alignments.relative_bias import alibi_slopes
 from synthesizer_jax.attention import relative
-from synthesizer_jax.attention.relative import relative_buckets
+from synthesizer_jax.attention.relative_table import relative_buckets
 from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers import oracles

@@ -9,7 +9,7 @@ import pytest
 
 from synthesizer_jax import Gaussian
 from synthesizer_jax.attention import Mask, attend, low_rank, relative, static
-from synthesizer_jax.attention.attend import FEW_LOGITS
+from synthesizer_jax.attention.routes import FEW_LOGITS
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.costs import chips
 from synthesizer_jax.data.config import DataConfig

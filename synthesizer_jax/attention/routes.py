@@ -18,12 +18,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.banded import attend_banded
-from synthesizer_jax.attention.banded import obstacle as banded_obstacle
+from synthesizer_jax.attention.banded_route import attend_banded
+from synthesizer_jax.attention.banded_route import obstacle as banded_obstacle
 from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
-from synthesizer_jax.attention.fused import attend_fused
-from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
-from synthesizer_jax.attention.fused import obstacle as fused_obstacle
+from synthesizer_jax.attention.fused_route import attend_fused
+from synthesizer_jax.attention.fused_route import kernel_obstacle as fused_kernel_obstacle
+from synthesizer_jax.attention.fused_route import obstacle as fused_obstacle
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.mesh_axes import axes_along, match_varying_axes
 from synthesizer_jax.attention.packed import (
@@ -33,10 +33,10 @@ from synthesizer_jax.attention.packed import (
     unpacked_lengths,
 )
 from synthesizer_jax.attention.partition import Partition, partition_by_types
-from synthesizer_jax.attention.reference import attend_reference, softmax_weights
-from synthesizer_jax.attention.static import attend_static
-from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_obstacle
-from synthesizer_jax.attention.static import obstacle as static_obstacle
+from synthesizer_jax.attention.reference_route import attend_reference, softmax_weights
+from synthesizer_jax.attention.static_route import attend_static
+from synthesizer_jax.attention.static_route import kernel_obstacle as static_kernel_obstacle
+from synthesizer_jax.attention.static_route import obstacle as static_obstacle
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.banded import materialize_banded
+from synthesizer_jax.attention.banded_route import materialize_banded
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import cover_distances
 from synthesizer_jax.attention.terms import (

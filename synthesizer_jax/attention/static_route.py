@@ -35,7 +35,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
-from synthesizer_jax.attention.fused import (
+from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
+from synthesizer_jax.attention.fused_loop import map_heads
+from synthesizer_jax.attention.fused_route import (
     CHECKPOINT_NAME,
     Options,
     fused_backward,
@@ -44,10 +46,8 @@ from synthesizer_jax.attention.fused import (
     fused_options,
     softmax_vjp_delta,
 )
-from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
-from synthesizer_jax.attention.fused_loop import map_heads
 from synthesizer_jax.attention.masks import Mask, zero_padding
-from synthesizer_jax.attention.reference import softmax
+from synthesizer_jax.attention.reference_route import softmax
 from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
 from synthesizer_jax.attention.terms import (
     Call,
