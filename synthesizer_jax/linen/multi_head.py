@@ -146,9 +146,12 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
                 f"MultiHeadAttention: qkv_features is {features}, but it must be divisible by "
                 f"num_heads, which is {self.num_heads}."
             )
+        # The field `alignment` is a configuration. Its copy is a submodule of this layer, so the
+        # parameters of the alignment are stored under "align".
+        align = self.alignment.copy(name="align", parent=self)
         heads, weights, cache = attend_with_alignment(
             self,
-            self.alignment.copy(name="align", parent=self),
+            align,
             functools.partial(self._project, features // self.num_heads),
             (inputs_q, inputs_k, inputs_v),
             mask=mask,

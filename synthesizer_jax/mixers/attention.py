@@ -98,40 +98,64 @@ class AttentionBase(Mixer):
 
     @nn.compact
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, Cache | None]:
-        x, kv, position = inputs.x, inputs.kv, inputs.position
-        cache: Cache | None = inputs.cache
-        attended = x if kv is None else kv
-        mask = self._narrow(inputs.mask)
-        values = self._values(attended)
+        if inputs.cache is not None:
+            return self._mix_with_cache(inputs, inputs.cache)
 
-        # If there is a cache, the terms are made for all positions of the cache.
-        num_keys = attended.shape[1] if cache is None else cache.capacity
-        limit = None if cache is None else cache.num_queries
-        query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
-        key_span = Span(0, _num_positions(mask, num_keys))
-        context = self.context(query_span, key_span, position if kv is None else 0)
-        if kv is not None:
+        x = inputs.x
+        attended = x if inputs.kv is None else inputs.kv
+        mask = self._narrow(inputs.mask)
+        values = self._values(attended)  # [b, k, heads, e]
+
+        query_span = Span(0, _num_positions(mask, x.shape[1]))
+        key_span = Span(0, _num_positions(mask, attended.shape[1]))
+        context = self.context(query_span, key_span)
+        if inputs.kv is not None:
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
         terms = self._terms(x, attended, values, context)
 
-        # The terms and values of the new tokens are added to the terms and values in the cache.
-        valid = None
-        if cache is not None:
-            if cache.window and inputs.bias:
-                raise ValueError(
-                    f"{type(self).__name__}: bias covers all positions, but the cache holds only "
-                    "the positions of a window. Leave bias out, or create the cache with "
-                    "whole=True."
-                )
-            terms, values, mask, cache, valid = _extend(
-                cache, terms, values, n=x.shape[1], mask=mask, position=position
+        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, heads, e]
+        return self._project_heads(y, x.shape[-1]), None
+
+    def _mix_with_cache(self, inputs: MixerInput, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Mixes new tokens with the tokens in the cache, and extends the cache.
+
+        The steps are the same as in `mix`, with one difference. Between the terms and the
+        attention, the keys and values of the new tokens are written to the cache, and the attention
+        then reads all keys and values from the cache.
+        """
+        x = inputs.x
+        if cache.window and inputs.bias:
+            raise ValueError(
+                f"{type(self).__name__}: bias covers all positions, but the cache holds only the "
+                "positions of a window. Leave bias out, or create the cache with whole=True."
             )
 
-        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, h, e]
+        # In cross-attention, the cache holds the keys and values of the whole memory, so `kv` has
+        # no tokens, and the arrays `values` and the keys below are empty.
+        attended = x if inputs.kv is None else inputs.kv
+        mask = self._narrow(inputs.mask)
+        values = self._values(attended)  # [b, number of new tokens, heads, e]
+
+        # The terms are made for all positions of the cache. Keys that are computed from tokens are
+        # an exception. They are made only for the new tokens, and the first of them is at
+        # `keys_start`.
+        query_span = Span(inputs.position, _num_positions(mask, x.shape[1]), cache.num_queries)
+        key_span = Span(0, _num_positions(mask, cache.capacity))
+        keys_start = inputs.position if inputs.kv is None else 0
+        context = self.context(query_span, key_span, keys_start)
+        if inputs.kv is not None:
+            context = dataclasses.replace(context, packed_positions=mask.packed_positions)
+        terms = self._terms(x, attended, values, context)
+
+        # From here on, the terms, the values and the mask belong to all tokens in the cache.
+        terms, values, mask, cache, valid = _extend(
+            cache, terms, values, n=x.shape[1], mask=mask, position=inputs.position
+        )
+        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, heads, e]
+
         # A traced position that is invalid cannot raise an error, so it makes the outputs NaN.
         y = fill_invalid(y, valid)
-        y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
-        return y, cache
+        return self._project_heads(y, x.shape[-1]), cache
 
     @nn.compact
     def new_cache(
@@ -197,7 +221,11 @@ class AttentionBase(Mixer):
     ) -> Terms:
         """Returns the terms that the alignment makes from queries and the tokens to attend to."""
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
-        terms = self.alignment.copy(name="align", parent=self)(x, keys, context)
+
+        # The field `alignment` is a configuration, which belongs to no layer. Its copy is a
+        # submodule of this layer, so the parameters of the alignment are stored under "align".
+        align = self.alignment.copy(name="align", parent=self)
+        terms = align(x, keys, context)
         name = f"{type(self).__name__}: the result of the alignment {type(self.alignment).__name__}"
         check_terms(terms, name)
         return terms
@@ -215,6 +243,10 @@ class AttentionBase(Mixer):
     ) -> jax.Array:
         """Returns the sum of the values weighted by the terms, ``[batch, q, heads, width]``."""
         raise NotImplementedError
+
+    def _project_heads(self, heads: jax.Array, d_model: int) -> jax.Array:
+        """Projects the heads ``[batch, q, heads, width]`` to ``[batch, q, d_model]``."""
+        return merge_heads(self, heads, d_model, kernel_init=self.out_init, use_bias=self.use_bias)
 
     def _project_values(self, memory: jax.Array, *, heads_axis: str = "heads") -> jax.Array:
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
