@@ -42,8 +42,11 @@ class LabeledArrays(NamedTuple):
         """Returns the shapes of a kernel's results, with the varying mesh axes of the inputs.
 
         Inside `jax.shard_map`, the type of an array contains the mesh axes along which the array
-        varies. The results vary along the same mesh axes as the inputs.
+        varies. The results vary along the same mesh axes as the inputs. Outside of `jax.shard_map`,
+        no array varies along a mesh axis.
         """
+        # `mat` is the manual axis type of an array. All inputs have the same one, because the
+        # routes call `match_varying_axes`, so it can be read from any input.
         varying = jax.typeof(jax.tree.leaves(inputs.arrays)[0]).mat
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), self.arrays

@@ -21,7 +21,8 @@ from synthesizer_jax.base.typing import PyTree
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
     """Returns the axes of the current mesh that have a given axis type.
 
-    The current mesh is the mesh that `jax.set_mesh` or `jax.shard_map` has set.
+    The current mesh is the mesh that `jax.set_mesh` or `jax.shard_map` has set. Without a mesh, the
+    result is empty.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -29,7 +30,11 @@ def axes_of_type(kind: AxisType) -> tuple[str, ...]:
 
 
 def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that divide one axis of an array, according to its type."""
+    """Returns the explicit mesh axes that divide one axis of an array, according to its type.
+
+    Without a mesh, or if all mesh axes are automatic, the type names no mesh axes, and the result
+    is empty.
+    """
     entry = jax.typeof(x).sharding.spec[axis]
     if entry is None:
         return ()
@@ -69,6 +74,8 @@ def match_varying_axes(*trees: PyTree) -> PyTree:
 
     def varying(x: jax.Array) -> frozenset[str]:
         """Returns the manual mesh axes over which an array varies."""
+        # `mat` is the manual axis type of an array, a part of its JAX type. The set `mat.varying`
+        # is empty outside of `jax.shard_map`.
         return frozenset(jax.typeof(x).mat.varying)
 
     axes = frozenset().union(*map(varying, jax.tree.leaves(trees)))
@@ -85,6 +92,9 @@ def in_auto_mode(
     function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
 ) -> Callable[..., PyTree]:
     """Returns a function that runs with automatic mesh axes instead of explicit mesh axes.
+
+    The current mesh must have explicit axes. Without a mesh, or if no axis is explicit, callers
+    call the function directly.
 
     Args:
       function: a function of pytrees.
@@ -128,7 +138,7 @@ def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     the function logs a warning, because arrays may have to be gathered on every device.
 
     The current mesh is read when `on_every_device` is called, because the returned function may be
-    traced later.
+    traced later. Without a mesh, or if no axis is automatic, the function is returned unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = axes_of_type(AxisType.Auto)

@@ -50,6 +50,9 @@ class Partition:
     and values are then gathered on every device, and each device computes the logits of its own
     queries.
 
+    The axes belong to the current mesh. Without a mesh, a partition has no axes, and `attend` calls
+    the route directly.
+
     Attributes:
       batch: the names of the mesh axes that divide the batch.
       heads: the names of the mesh axes that divide the heads.
@@ -147,8 +150,8 @@ class Partition:
           function: a function that maps ``(shared, *arrays)`` to arrays. The function must keep the
             order of the rows, and its results must have the same number of entries on each device.
           shared: a pytree of arrays that all rows share.
-          *arrays: arrays ``[b, ...]``. If the batch axes do not divide b evenly, the function is
-            applied once to all rows.
+          *arrays: arrays ``[b, ...]``. If the partition has no batch axes, as without a mesh, or if
+            the batch axes do not divide b evenly, the function is called directly with all rows.
 
         Returns:
           The results of the function, concatenated over the devices.
@@ -174,6 +177,8 @@ class Partition:
 
     def constrain(self, x: jax.Array) -> jax.Array:
         """Constrains the sharding of activations ``[b, n, ...]`` and of their cotangents.
+
+        A mesh must be set. `primitives.mesh.constrain` also works without a mesh.
 
         Without the constraint, the compiler would shard a cotangent like the parameter that is
         multiplied with the cotangent.
@@ -286,7 +291,7 @@ def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
     """Returns the explicit mesh axes that divide a query, according to the type of the query.
 
     The query is ``[batch..., q, heads, e]``. Queries with fewer axes are not divided. The attention
-    function raises an error for such queries.
+    function raises an error for such queries. Without a mesh, the result has no axes.
     """
     query = jnp.asarray(query)
     if query.ndim < 3:
@@ -303,7 +308,8 @@ def partition_by_types(
 
     If the mesh has explicit axes, the function runs with automatic axes instead. The partition is
     read from the types of the arguments, unless the caller passes a partition with axes. If no mesh
-    is set, the mesh is also read from the types of the arguments.
+    is set, the mesh is also read from the types of the arguments. If there is no mesh in these
+    types either, or if no axis is explicit, the function is called directly.
 
     Args:
       partition_of: a function that takes the same arguments, and returns the partition that the

@@ -37,7 +37,8 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     """Returns the axes of the current mesh that are assigned to a logical axis.
 
     If there are several rules for the logical axis, the first rule decides. Mesh axes of size 1 are
-    left out, and so are mesh axes that are manual because of an enclosing `jax.shard_map`.
+    left out, and so are mesh axes that are manual because of an enclosing `jax.shard_map`. Without
+    a mesh, the result is empty.
     """
     mesh = jax.sharding.get_abstract_mesh()
     # A rule assigns one mesh axis, a tuple of mesh axes, or None.
@@ -48,7 +49,9 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
-    """Returns the partition of attention over the current mesh, or None if no mesh axis is used.
+    """Returns the partition of attention over the current mesh.
+
+    The result is None without a mesh, or if the logical axis rules assign no mesh axes.
 
     Args:
       batch: the number of examples. Mesh axes that do not divide the number of examples evenly are
@@ -65,7 +68,10 @@ def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
 
 
 def constrain(x: jax.Array) -> jax.Array:
-    """Constrains the sharding of the residual stream ``[batch, length, ...]``."""
+    """Constrains the sharding of the residual stream ``[batch, length, ...]``.
+
+    Without a mesh, the array is returned unchanged.
+    """
     mesh_partition = partition()
     return x if mesh_partition is None else mesh_partition.constrain(x)
 
@@ -73,7 +79,7 @@ def constrain(x: jax.Array) -> jax.Array:
 def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
     """Applies a function to the examples of each device; see `Partition.map_rows`.
 
-    Without a mesh, or without mesh axes for the batch, the function is called once.
+    Without a mesh, or without mesh axes for the batch, the function is called directly.
     """
     mesh_partition = partition()
     if mesh_partition is None or not mesh_partition.batch:
@@ -93,6 +99,9 @@ def on_any_mesh(function: Function) -> Function:
     Examples and positions are partitioned according to the type of the second argument, and heads
     according to the types of the kernels. The result is sharded like the second argument. Variables
     that a method creates are replicated.
+
+    If there is no mesh in these types either, or if no axis is explicit, the function is called
+    directly.
     """
 
     @functools.wraps(function)
