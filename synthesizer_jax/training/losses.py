@@ -33,7 +33,7 @@ class LossSums:
       total: `loss` plus `z_loss`.
       loss: cross-entropy in nats, without z-loss.
       z_loss: ``coefficient · Σ log² Z``.
-      correct: number of tokens whose most probable value is the target.
+      num_correct: number of tokens whose most probable value is the target.
       weight: number of real tokens, which is the sum of the weights.
       penalty: a loss that modules add for every token, such as the ponder cost of a Universal
         Transformer.
@@ -42,7 +42,7 @@ class LossSums:
     total: jax.Array
     loss: jax.Array
     z_loss: jax.Array
-    correct: jax.Array
+    num_correct: jax.Array
     weight: jax.Array
     penalty: jax.Array | float = 0.0
 
@@ -62,7 +62,7 @@ class _Sums(NamedTuple):
     total: jax.Array
     loss: jax.Array
     z_loss: jax.Array
-    correct: jax.Array
+    num_correct: jax.Array
 
 
 class _Stats(NamedTuple):
@@ -72,12 +72,12 @@ class _Stats(NamedTuple):
     to a single number, the rounding error would change all probabilities.
 
     Attributes:
-      wrong: whether the loss is NaN.
+      is_nan: whether the loss of the token is NaN, because of its target or its logits.
       peak: the largest logit.
       total: ``Σ exp(logits − peak)``.
     """
 
-    wrong: jax.Array
+    is_nan: jax.Array
     peak: jax.Array
     total: jax.Array
 
@@ -228,7 +228,7 @@ def _losses(
     # would take ten times as long as the comparisons below.
     ids = jax.lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1)
     earlier = ((logits32 == peak[..., None]) & (ids < target)).any(axis=-1)
-    correct = (valid & (at_target == 0) & ~earlier).astype(jnp.float32)
+    is_correct = (valid & (at_target == 0) & ~earlier).astype(jnp.float32)
 
     def weighted_sum(x: jax.Array) -> jax.Array:
         """Returns the sum over tokens of `x`, multiplied by the weights of the tokens."""
@@ -239,9 +239,9 @@ def _losses(
     loss_sum = weighted_sum(loss)
     z_loss = settings.z_loss * weighted_sum(log_z**2)
     sums = _Sums(
-        total=loss_sum + z_loss, loss=loss_sum, z_loss=z_loss, correct=weighted_sum(correct)
+        total=loss_sum + z_loss, loss=loss_sum, z_loss=z_loss, num_correct=weighted_sum(is_correct)
     )
-    return sums, _Stats(wrong=jnp.isnan(loss), peak=peak, total=total)
+    return sums, _Stats(is_nan=jnp.isnan(loss), peak=peak, total=total)
 
 
 def _logits_gradient(
@@ -272,7 +272,7 @@ def _logits_gradient(
     )
     smoothed = jnp.where(is_target, extra + low, low)
     dlogits = factor[..., None] * exponential - (g * weights)[..., None] * smoothed
-    dlogits = jnp.where(stats.wrong[..., None], jnp.nan, dlogits)
+    dlogits = jnp.where(stats.is_nan[..., None], jnp.nan, dlogits)
     return jnp.where((weights == 0)[..., None], 0.0, dlogits).astype(logits.dtype)
 
 
@@ -366,7 +366,7 @@ def _scan_chunks(
         return (sums, dkernel), dhidden * jnp.asarray(settings.scale, x.dtype)
 
     zero = jnp.zeros(())
-    sums = _Sums(total=zero, loss=zero, z_loss=zero, correct=zero)
+    sums = _Sums(total=zero, loss=zero, z_loss=zero, num_correct=zero)
     dkernel = jnp.zeros(kernel.shape, jnp.float32) if gradient else None
     carry, chunks = match_varying_axes((sums, dkernel), (hidden, targets, weights))
     (sums, dkernel), dhidden = jax.lax.scan(add_chunk, carry, chunks)

@@ -340,7 +340,7 @@ def make_train_step(
         metrics = {
             "loss": sums.loss / real_targets,
             "z_loss": sums.z_loss / real_targets,
-            "accuracy": sums.correct / real_targets,
+            "accuracy": sums.num_correct / real_targets,
             "tokens": tokens.astype(jnp.float32),
             "gradient_norm": optax.tree.norm(gradients),
             "data_checksum": _data_checksum(batch),

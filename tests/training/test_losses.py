@@ -49,14 +49,14 @@ def test_loss_and_gradient_equal_numpy(smoothing):
     np.testing.assert_allclose(sums.z_loss, z_loss, rtol=1e-5)
     np.testing.assert_allclose(found, gradient, atol=1e-5)
     hits = (logits.argmax(-1) == targets) * weights
-    assert (sums.correct, sums.weight) == (hits.sum(), weights.sum())
+    assert (sums.num_correct, sums.weight) == (hits.sum(), weights.sum())
 
 
 def test_of_equal_logits_the_first_is_predicted():
     rng = np.random.default_rng(0)
     logits, targets = rng.integers(0, 3, (1, 200, V)), rng.integers(0, V, (1, 200))
     sums = cross_entropy(jnp.float32(logits), targets, weights=jnp.ones((1, 200)))
-    assert 0 < sums.correct == (logits.argmax(-1) == targets).sum()
+    assert 0 < sums.num_correct == (logits.argmax(-1) == targets).sum()
 
 
 def chunked(logits, targets, *, chunk=4, **options):

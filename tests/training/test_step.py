@@ -95,7 +95,7 @@ def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
         compiled = jax.jit(lambda v, b: loss_sums(model, v, b, z_loss=Z, label_smoothing=SMOOTHING))
         sums = compiled(variables, batch)
         np.testing.assert_allclose([sums.loss, sums.z_loss], [loss, z_loss], rtol=1e-5)
-        assert (sums.correct, sums.weight, sums.penalty) == (hits.sum(), weights.sum(), 0)
+        assert (sums.num_correct, sums.weight, sums.penalty) == (hits.sum(), weights.sum(), 0)
 
 
 def test_dropout_acts_where_there_is_a_key():
