@@ -78,7 +78,7 @@ class FusedInputs(NamedTuple):
 
     def cleared(self, q_length: int) -> FusedInputs:
         """Returns the inputs with zeros for padding; see `clear_padding`."""
-        real = self.mask.uncleared(q_length, self.values.shape[1])
+        real = self.mask.clearing_masks(q_length, self.values.shape[1])
         products, values = clear_padding(self.products, self.values, *real)
         return self._replace(products=products, values=values)
 

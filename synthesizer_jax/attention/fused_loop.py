@@ -125,7 +125,7 @@ def _make_context(
     """Returns the context of all tiles, and the patterns of single heads or None."""
     k_length = inputs.values.shape[1]
     mask, allowed = _mask_of_heads(q_length, inputs)
-    real = inputs.mask.uncleared(q_length, k_length)
+    real = inputs.mask.clearing_masks(q_length, k_length)
     lengths = (q_length, k_length)
     return _LoopContext(mask, real, inputs.positions, lengths, soft_cap), allowed
 

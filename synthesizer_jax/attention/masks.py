@@ -323,11 +323,14 @@ class Mask:
         """Returns a bool array ``[b, q]`` that marks the real queries, or None if all are real."""
         return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
 
-    def uncleared(self, q_length: int, k_length: int) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the masks of real queries and real keys, for functions that set padding to zero.
+    def clearing_masks(
+        self, q_length: int, k_length: int
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns the masks of real queries and real keys that `clear_padding` takes.
 
-        The result for keys is None if `cleared_keys` is True, because the padding keys are zeros
-        already.
+        The masks are bool, ``[b, q]`` and ``[b, k]``. A mask is None if there is no padding to set
+        to zero. The mask of keys is also None if `cleared_keys` is True, because the padding keys
+        are zeros already.
         """
         return self.queries(q_length), None if self.cleared_keys else self.keys(k_length)
 

@@ -69,13 +69,13 @@ OBSTACLES: dict[str, Callable[[Call], str | None]] = {
 The table has no entry for the reference route, because the reference route supports every call.
 """
 
-PLAIN = {
+CODE_WITHOUT_KERNELS = {
     "reference": "matrix products",
     "static": "matrix products",
     "fused": "a loop over tiles of logits",
     "banded": "sums of shifted values",
 }
-"""Describes the code of each route, for calls of `explain` in which no kernel runs the route."""
+"""Describes the code that runs each route if no kernel does, for explanations."""
 
 KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
     "tpu": {
@@ -427,10 +427,10 @@ def _log_route(
         obstacles = dict(choice.obstacles)
         obstacles.pop(choice.route, None)
 
-        kernel = PLAIN[choice.route]
+        kernel = CODE_WITHOUT_KERNELS[choice.route]
         find_obstacle = KERNELS.get(platform, {}).get(choice.route)
         if find_obstacle is not None:
-            why = _find_in_rows(choice, call, find_obstacle)
+            why = _kernel_obstacle(choice, call, find_obstacle)
             if why is None:
                 kernel = "Pallas kernels"
             else:
@@ -460,7 +460,7 @@ def _log_route(
     log_call(make, residuals)
 
 
-def _find_in_rows(
+def _kernel_obstacle(
     choice: _RouteChoice, call: Call, find_obstacle: Callable[[Call], str | None]
 ) -> str | None:
     """Explains why kernels cannot run on the rows of the route, or returns None if kernels can run.

@@ -204,7 +204,7 @@ class Call:
 
     def cleared(self) -> Call:
         """Returns the call with zeros for padding; see `clear_padding`."""
-        real = self.mask.uncleared(self.q_length, self.k_length)
+        real = self.mask.clearing_masks(self.q_length, self.k_length)
         terms, values = clear_padding(self.terms, self.values, *real)
         return dataclasses.replace(self, terms=terms, values=values)
 

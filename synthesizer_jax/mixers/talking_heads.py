@@ -81,7 +81,7 @@ class TalkingHeads(AttentionBase):
         self, x: jax.Array, terms: Terms, values: tuple[jax.Array, ...], *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Returns the sum of the values, weighted by ``softmax(logits P_l) P_w``."""
-        queries, keys = mask.uncleared(x.shape[1], values[0].shape[1])
+        queries, keys = mask.clearing_masks(x.shape[1], values[0].shape[1])
         terms, values = clear_padding(terms, values, None, keys)
         # `_values` returns the values [b, k, h_v, e] and the dynamic projections of the memory.
         v, *dynamic = values
