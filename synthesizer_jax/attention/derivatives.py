@@ -104,7 +104,8 @@ def platform_dependent(
       *args: the arguments, pytrees of arrays.
       default: the function for all other platforms.
       kernels: functions by platform that the compiler cannot divide over devices; see
-        `on_every_device`. A kernel takes precedence over an implementation for the same platform.
+        `on_every_device`. The platforms have their names in lowering; see `lowering_platform`. A
+        kernel takes precedence over an implementation for the same platform.
       **implementations: functions by platform that the compiler can divide over devices.
 
     Raises:
@@ -126,6 +127,17 @@ def platform_dependent(
         others[name] = _Implementation(flat(on_every_device(kernel)), lacks_mesh=not has_mesh)
     results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=tuple(others.items()))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def lowering_platform(backend: str) -> str:
+    """Returns the name that JAX's lowering uses for a backend.
+
+    JAX has two names for NVIDIA's GPUs. `jax.default_backend` calls them ``gpu``, and so does
+    `explain`. Lowering calls them ``cuda``, because AMD's GPUs are lowered differently, as
+    ``rocm``. All other backends have a single name. Implementations and kernels are chosen when a
+    program is lowered, so their tables use the names of lowering.
+    """
+    return "cuda" if backend == "gpu" else backend
 
 
 def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,8 +182,7 @@ _opaque_p.multiple_results = True
 @_opaque_p.def_impl
 def _opaque_impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
     """Evaluates the primitive on the default backend, if it is called outside of `jax.jit`."""
-    platform = jax.default_backend()
-    return _evaluate_on("cuda" if platform == "gpu" else platform)(*args, **params)
+    return _evaluate_on(lowering_platform(jax.default_backend()))(*args, **params)
 
 
 @_opaque_p.def_abstract_eval

@@ -31,7 +31,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.derivatives import platform_dependent, with_gradient
+from synthesizer_jax.attention.derivatives import (
+    lowering_platform,
+    platform_dependent,
+    with_gradient,
+)
 from synthesizer_jax.attention.explanations import warn_once
 from synthesizer_jax.attention.fused_arrays import Biases, FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.fused_loop import loop_backward, loop_forward
@@ -48,11 +52,14 @@ from synthesizer_jax.attention.terms import (
     uses_segment_positions,
 )
 
-_CUDA = "cuda"
-
 CHECKPOINT_NAME = "attention"
 """The name that lets a `jax.checkpoint` policy save the output and the residuals of attention."""
 
+_KERNEL_PLATFORMS = ("tpu", "cuda")
+"""The platforms that have kernels, by their names in lowering; see `lowering_platform`."""
+
+_GPUS = ("cuda", "rocm")
+"""NVIDIA's and AMD's GPUs, by their names in lowering."""
 
 _Term = TypeVar("_Term", bound=Term)
 
@@ -66,7 +73,7 @@ class Options(NamedTuple):
       soft_cap: the argument `soft_cap` of `attend`.
       query_offset: `Mask.query_offset` if it is a number, or 0 if it is an array. Only kernels read
         `query_offset`, and kernels cannot run if `Mask.query_offset` is an array.
-      kernels: the platforms whose kernels can take the inputs.
+      kernels: the platforms whose kernels can take the inputs, by their names in lowering.
     """
 
     soft_cap: float | None
@@ -81,10 +88,10 @@ def attend_fused(call: Call) -> jax.Array:
     """
     inputs = fused_inputs(call)
     options = fused_options(call, inputs)
-    platform = _CUDA if jax.default_backend() == "gpu" else jax.default_backend()
+    platform = lowering_platform(jax.default_backend())
 
     # Without a kernel, the result is correct but the call is much slower, so the user is warned.
-    if platform in ("tpu", _CUDA) and platform not in options.kernels:
+    if platform in _KERNEL_PLATFORMS and platform not in options.kernels:
         why = _kernels(platform).obstacle(inputs)
         warn_once(
             f"attend: this call runs as a slow loop over the examples on {platform}, because no "
@@ -164,16 +171,15 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
 
     Args:
       call: the attention call.
-      platform: ``tpu`` or ``gpu``.
+      platform: ``tpu`` or ``gpu``, as `explain` names the platforms.
     """
-    kernels = _kernels(_CUDA if platform == "gpu" else platform)
-    return kernels.obstacle(fused_inputs(call))
+    return _kernels(lowering_platform(platform)).obstacle(fused_inputs(call))
 
 
 def fused_options(call: Call, inputs: FusedInputs) -> Options:
     """Returns the options of a call, given the inputs that `fused_inputs` made from the call."""
     offset = call.mask.query_offset
-    kernels = [name for name in ("tpu", _CUDA) if _kernels(name).obstacle(inputs) is None]
+    kernels = [name for name in _KERNEL_PLATFORMS if _kernels(name).obstacle(inputs) is None]
     return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
 
 
@@ -201,7 +207,7 @@ class _Kernels(Protocol):
 
 
 def _kernels(platform: str) -> _Kernels:
-    """Returns the module with the kernels of a platform.
+    """Returns the module with the kernels of a platform, which is ``tpu`` or ``cuda``.
 
     The module is imported only when the fused route runs, because it imports Pallas, which the
     reference route does not need.
@@ -227,7 +233,7 @@ def fused_forward(
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
     # GPUs compute all heads of an example in parallel, unless they have a kernel for these inputs.
     # `platform_dependent` prefers a kernel to other implementations.
-    parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    parallel = dict.fromkeys(_GPUS, functools.partial(default, parallel=True))
     kernels = {
         name: functools.partial(
             _kernels(name).forward, q_length, options.query_offset, options.soft_cap
@@ -254,7 +260,7 @@ def fused_backward(
       dout: the cotangent of the output, ``[b, q, h, e]``.
     """
     default = functools.partial(loop_backward, soft_cap=options.soft_cap)
-    parallel = dict.fromkeys((_CUDA, "rocm"), functools.partial(default, parallel=True))
+    parallel = dict.fromkeys(_GPUS, functools.partial(default, parallel=True))
     kernels = {
         name: functools.partial(_kernels(name).backward, options.query_offset, options.soft_cap)
         for name in options.kernels

@@ -86,6 +86,7 @@ KERNELS: dict[str, dict[str, Callable[[Call], str | None]]] = {
 }
 """Maps platforms and routes to functions that say why the kernels cannot compute a call.
 
+The platforms have the names that `jax.default_backend` and `explain` use; see `lowering_platform`.
 Each function returns None if the kernels can compute the call. Only explanations use this table.
 The routes choose between kernels and other code when a program is lowered for a platform.
 """

@@ -142,6 +142,7 @@ def _kernel_obstacle(q_length: int, inputs: FusedInputs) -> str | None:
 
 
 _ACCELERATORS = ("cuda", "rocm", "tpu")
+"""The platforms that compute all heads at once, by their names in lowering."""
 
 
 class _Residuals(NamedTuple):
