@@ -101,6 +101,9 @@ class DotProduct(Alignment):
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
+
+        # The logits of a head are the product of [q, width] and [width, k], so their rank is at
+        # most the width. `low_rank` keeps the two factors and does not multiply them.
         return (low_rank(queries, keys, token_keys=True),)
 
 

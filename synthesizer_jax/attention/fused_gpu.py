@@ -107,6 +107,9 @@ def forward(
     """
     batch, _, heads, width = inputs.values.shape
     operands = make_operands(inputs, q_length)
+
+    # `jax.jit` has traced the offset of the mask, unless the offset is 0. A kernel can read traced
+    # numbers only if they are its arguments, so the static number is put back into the mask.
     mask = dataclasses.replace(inputs.mask, query_offset=query_offset)
     tiling = make_tiling("forward", operands, mask, q_length, soft_cap)
 
@@ -233,6 +236,7 @@ def backward(
     operands = make_operands(inputs, q_length)
     rows = (x[..., 0].swapaxes(1, 2) for x in (*stats, delta))  # [b, q, h, 1] → [b, h, q]
     residuals = Residuals(fill_width(dout), *rows)
+    # As in `forward`, the kernels need the offset as a Python number.
     mask = dataclasses.replace(inputs.mask, query_offset=query_offset)
 
     def tiling(kernel: str) -> Tiling:

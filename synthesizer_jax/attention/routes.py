@@ -96,6 +96,10 @@ FEW_LOGITS = 128 * 128
 
 Up to this size, the logits need about as much memory as the queries, keys and values, so the other
 routes would save little memory.
+
+The bound is the same on all platforms. A route is chosen when a function is traced, and the
+platform is known only when the program is lowered. On TPUs and GPUs, short sequences therefore run
+the matrix products of the reference route, even if a kernel of the fused route supports the call.
 """
 
 FEW_SEGMENTS = (

@@ -424,11 +424,15 @@ def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank(Term):
-    """Logits that are a product of queries and keys over a rank.
+    """Logits that are a product of queries and keys, which are vectors with r entries.
 
-    The formula is ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``. Dot products
-    of any width are `LowRank` terms. The Dense Synthesizer is a `LowRank` term whose keys are
-    parameters. In the Factorized Random Synthesizer, both queries and keys are parameters.
+    The formula is ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``. The rank of
+    the matrix of logits ``[q, k]`` is therefore at most r, which is usually lower than the number
+    of queries or keys. The class has its name from this property, and not from low-rank adapters.
+
+    The Transformer's dot product is a `LowRank` term in which r is the width of a head. The Dense
+    Synthesizer is a `LowRank` term whose keys are parameters. In the Factorized Random Synthesizer,
+    both queries and keys are parameters.
 
     Attributes:
       queries: ``[b or 1, q, h, r]``.

@@ -330,8 +330,14 @@ class Stack(nn.Module):
                 "every layer. Set bias=None, or put a RelativeBias into the Mixture of each layer."
             )
         (heads,) = counts
+
+        # Position biases such as `RelativeBias` do not read `head_dim`, and the layers may have
+        # heads of different widths. The usual width d_model / heads is only a placeholder.
         context = AttentionContext(
-            heads, x.shape[-1] // heads, Span(position, x.shape[1]), Span(0, num_keys)
+            num_heads=heads,
+            head_dim=x.shape[-1] // heads,
+            query_span=Span(position, x.shape[1]),
+            key_span=Span(0, num_keys),
         )
         return self.bias.copy(name="relpos_bias", parent=self)(x, x, context)
 
