@@ -412,11 +412,12 @@ def test_attention_fn_in_flaxs_layers_with_a_bias(library):
 
 
 def test_a_bias_may_be_terms():
-    columns, query, key = tokens(0, H, Q + K - 1), tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
-    table = jnp.stack([columns[:, Q - 1 - q : Q - 1 - q + K] for q in range(Q)], 1)
+    diagonals, query, key = tokens(0, H, Q + K - 1), tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
+    table = jnp.stack([diagonals[:, Q - 1 - q : Q - 1 - q + K] for q in range(Q)], 1)
     expected = nn.dot_product_attention(query, key, key, table)
     for options in ({}, {"precision": "highest"}):
-        close(attention_fn(query, key, key, (relative(columns, first=1 - Q),), **options), expected)
+        bias = (relative(diagonals, first=1 - Q),)
+        close(attention_fn(query, key, key, bias, **options), expected)
 
 
 @pytest.mark.parametrize(

@@ -372,19 +372,19 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
     count, heads, side, _ = sums.shape
 
     # The transpose sums along the diagonals of each square. [n, h, s, s] → [n, h, 2 s - 1]
-    columns, _ = match_varying_axes(jnp.zeros((count, heads, 2 * side - 1), sums.dtype), sums)
-    lines = jax.linear_transpose(lambda columns: expand_diagonals(columns, side), columns)(sums)[0]
+    like, _ = match_varying_axes(jnp.zeros((count, heads, 2 * side - 1), sums.dtype), sums)
+    (diagonals,) = jax.linear_transpose(lambda x: expand_diagonals(x, side), like)(sums)
 
     # Neighboring squares lie s diagonals apart, and each square covers 2 s - 1 diagonals. The first
     # s - 1 diagonals of a square are therefore the last s - 1 diagonals of the square before.
     total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
-    low = lines[..., :side]
-    high = jnp.pad(lines[..., side:], ((0, 0), (0, 0), (0, 1)))
+    low = diagonals[..., :side]
+    high = jnp.pad(diagonals[..., side:], ((0, 0), (0, 0), (0, 1)))
     low = low.transpose(1, 0, 2).reshape(heads, -1)  # [h, n s]
     high = high.transpose(1, 0, 2).reshape(heads, -1)
     total = total.at[:, : count * side].add(low).at[:, side:].add(high)
 
-    # Column 0 of the total belongs to the pair with key - query = 1 - rows.
+    # Entry 0 of the total belongs to the distance key - query = 1 - rows.
     return total[:, rows - q_length : rows + k_length - 1]
 
 

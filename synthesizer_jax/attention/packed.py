@@ -54,7 +54,7 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
     q, k = mask.segment_lengths(q_length, k_length)
 
     def cover(term: Term) -> Term:
-        """Returns a `Relative` term with columns for all distances in the row."""
+        """Returns a `Relative` term with an entry for each distance in the row."""
         if not isinstance(term, Relative):
             return term
         last = term.first + term.logits.shape[1] - 1

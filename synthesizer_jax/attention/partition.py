@@ -240,14 +240,14 @@ class Partition:
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
-            columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
+            diagonals = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
 
-            # Column j belongs to the distance j - (q - 1). The smallest distance on the device is
-            # the distance between its last query, first + count - 1, and key 0. The column of this
-            # distance is q - count - first.
+            # Entry j belongs to the distance j - (q - 1). The smallest distance on the device is
+            # the distance between its last query, first + count - 1, and key 0. The entry of this
+            # distance is number q - count - first.
             start = q - count - first
-            columns = jax.lax.dynamic_slice_in_dim(columns, start, count + k - 1, axis=1)
-            return Relative(columns, 1 - count)
+            diagonals = jax.lax.dynamic_slice_in_dim(diagonals, start, count + k - 1, axis=1)
+            return Relative(diagonals, 1 - count)
 
         ends = mask.query_lengths
         ends = None if ends is None else jnp.clip(ends - first, 0, count)

@@ -315,9 +315,13 @@ class Relative(Term):
 
     Examples are T5's relative position bias, ALiBi, and the logarithm of a Gaussian.
 
+    All pairs with the same distance lie on a diagonal of the matrix of logits ``[q, k]``. The code
+    of this package therefore calls a vector with one number per distance *diagonals*.
+
     Attributes:
-      logits: ``[h, n]``. Column j belongs to the distance ``key - query = j + first``.
-      first: the distance ``key - query`` of the first column.
+      logits: ``[h, n]``, the diagonals of each head. Entry j belongs to the distance
+        ``key - query = j + first``.
+      first: the distance ``key - query`` of the first entry.
     """
 
     logits: Annotated[jax.Array, "h", None]
@@ -338,8 +342,8 @@ def relative(logits: jax.Array, *, first: int) -> Relative:
     """Returns a `Relative` term after checking its logits.
 
     Args:
-      logits: ``[h, n]``.
-      first: the distance ``key - query`` of the first column.
+      logits: ``[h, n]``, one number per distance.
+      first: the distance ``key - query`` of the first number.
 
     Raises:
       ValueError: if the logits do not have two axes.
@@ -353,11 +357,11 @@ def relative(logits: jax.Array, *, first: int) -> Relative:
 def cut_diagonals(
     term: Relative, q_length: int, k_length: int, *, query_offset: int | jax.Array = 0
 ) -> Relative:
-    """Returns the `Relative` term with only the columns that a tile of logits needs.
+    """Returns the `Relative` term with only the diagonals that a tile of logits needs.
 
     Query i of the tile is at position ``i + query_offset``, so the distances are
     ``1 - q - query_offset`` to ``k - 1 - query_offset``. In the result, positions are counted from
-    0 in the tile, so the first column belongs to the distance ``key - query = 1 - q``.
+    0 in the tile, so the first entry belongs to the distance ``key - query = 1 - q``.
 
     Args:
       term: the term.
@@ -380,44 +384,44 @@ def cut_diagonals(
     if not isinstance(start, int):
         fits = (start >= 0) & (start + needed <= logits.shape[1])
         if needed > logits.shape[1]:
-            columns = jnp.full((logits.shape[0], needed), jnp.nan, logits.dtype)
+            diagonals = jnp.full((logits.shape[0], needed), jnp.nan, logits.dtype)
         else:
-            columns = jax.lax.dynamic_slice_in_dim(logits, start, needed, axis=1)
-            columns = jnp.where(fits, columns, jnp.nan)
-        return Relative(columns, 1 - q_length)
+            diagonals = jax.lax.dynamic_slice_in_dim(logits, start, needed, axis=1)
+            diagonals = jnp.where(fits, diagonals, jnp.nan)
+        return Relative(diagonals, 1 - q_length)
 
     if start < 0 or start + needed > logits.shape[1]:
         first = start + term.first
         raise ValueError(
             f"relative: the logits cover the distances key - query from {term.first} to "
             f"{term.first + logits.shape[1] - 1}, but the queries and keys have distances from "
-            f"{first} to {first + needed - 1}. Give the logits a column for each distance."
+            f"{first} to {first + needed - 1}. Give the logits an entry for each distance."
         )
-    columns = jax.lax.slice_in_dim(logits, start, start + needed, axis=1)
-    return Relative(columns, 1 - q_length)
+    diagonals = jax.lax.slice_in_dim(logits, start, start + needed, axis=1)
+    return Relative(diagonals, 1 - q_length)
 
 
-def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
+def expand_diagonals(diagonals: jax.Array, q_length: int) -> jax.Array:
     """Expands one number per distance, ``[..., q + k - 1]``, to a tile of logits ``[..., q, k]``.
 
-    The formula is ``tile[i, j] = columns[q - 1 + j - i]``. The function uses a pad and a reshape
-    instead of a gather. The reshape creates rows that have one element more than `columns`, so that
-    each row starts one column later than the previous row. The transpose of this function sums a
-    tile along its diagonals.
+    The formula is ``tile[i, j] = diagonals[q - 1 + j - i]``. The function uses a pad and a reshape
+    instead of a gather. The reshape creates rows that have one element more than `diagonals`, so
+    that each row starts one entry later than the previous row. The transpose of this function sums
+    a tile along its diagonals.
     """
-    *lead, n = columns.shape
+    *lead, n = diagonals.shape
     if is_symbolic_dim(n):  # the reshape needs a size that is known not to be negative
         keys = jnp.arange(n + 1 - q_length)
-        return columns[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
-    rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))  # [..., q, n]
+        return diagonals[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
+    rows = jnp.broadcast_to(diagonals[..., None, :], (*lead, q_length, n))  # [..., q, n]
 
-    # Repeat the n columns q times, and reshape them to rows of n + 1 elements, so that row i starts
-    # at column i.
+    # Repeat the n numbers q times, and reshape them to rows of n + 1 elements, so that row i starts
+    # with number i.
     flat = rows.reshape(*lead, q_length * n)
     flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])
     skewed = flat.reshape(*lead, q_length, n + 1)[..., : n + 1 - q_length]
 
-    # Query 0 needs column q - 1 first, so the order of the rows is reversed.
+    # The row of query 0 starts with number q - 1, so the order of the rows is reversed.
     return skewed[..., ::-1, :]
 
 

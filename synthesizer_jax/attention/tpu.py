@@ -91,11 +91,11 @@ def obstacle(inputs: FusedInputs) -> str | None:
 
 def prepare_bias(biases: Biases) -> Bias:
     """Returns the sum of all tables and the sum of all diagonals, in the layout of the kernels."""
-    table, line = biases.sums()
-    if line is None:
+    table, diagonals = biases.sums()
+    if diagonals is None:
         return Bias(table, None)
-    line = jnp.pad(line, ((0, 0), (0, -line.shape[1] % LANES)))
-    return Bias(table, line[:, None])  # [h, 1, w]
+    diagonals = jnp.pad(diagonals, ((0, 0), (0, -diagonals.shape[1] % LANES)))
+    return Bias(table, diagonals[:, None])  # [h, 1, w]
 
 
 def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, rows: int) -> None:
@@ -103,8 +103,15 @@ def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, r
 
     Row r of the tile is row ``first + r`` of the logits. In column 0 of row r, ``key - query`` is
     ``-(first + r)``, so column 0 has entry ``rows - 1 - first - r`` of the diagonals. Each row is
-    therefore equal to the row above, moved to the right by one column. Pallas can rotate rows by
-    different amounts in one instruction, but only on TPU v5 and later.
+    therefore equal to the row above, moved to the right by one column. In other words, row r is the
+    vector of diagonals, rotated to the right by ``first + r + 1 - rows`` entries. A negative number
+    means a rotation to the left.
+
+    Pallas can rotate rows by different amounts in one instruction, but only on TPU v5 and later.
+    This function therefore splits the rotation into two parts. The rotation by ``r % 8`` differs
+    between the eight rows of a register, but it is the same in every group of eight rows, so it is
+    computed only once per tile. The rest of the rotation is the same for all eight rows of a group,
+    and takes one instruction per group.
 
     Args:
       tile: a reference to the tile ``[size, length]`` float32, which the function writes.
@@ -115,18 +122,21 @@ def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, r
     size, length = tile.shape
     count = diagonals.shape[-1]
 
-    # Row r of the eight lines is rotated to the right by r columns. The loop rotates a row by 1, 2
-    # or 4 columns if r has this bit.
-    lines = jnp.broadcast_to(diagonals, (SUBLANES, count))
-    row = lax.broadcasted_iota(jnp.int32, lines.shape, 0)
+    # Rotate copy r of the diagonals to the right by r entries, for r from 0 to 7. A rotation by r
+    # is a sequence of rotations by 1, 2 and 4, one for each bit of r that is set.
+    copies = jnp.broadcast_to(diagonals, (SUBLANES, count))
+    row = lax.broadcasted_iota(jnp.int32, copies.shape, 0)
     for bit in (1, 2, 4):
-        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(bit), 1), lines)
+        copies = jnp.where(row & bit != 0, pltpu.roll(copies, jnp.int32(bit), 1), copies)
 
-    # One more rotation of all eight lines together gives eight rows of the tile.
+    # Rotate all eight copies by first + begin + 1 - rows. This number may be negative, but `roll`
+    # needs a shift from 0 to count - 1. A rotation by `count` changes nothing, so `count` is added,
+    # and the remainder is taken. Only the first `length` columns belong to keys, so the other
+    # columns are left out.
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
         shift = lax.rem(jnp.int32(first + (begin + count + 1 - rows)), jnp.int32(count))
-        tile[begin:end] = pltpu.roll(lines, shift, 1)[: end - begin, :length]
+        tile[begin:end] = pltpu.roll(copies, shift, 1)[: end - begin, :length]
 
 
 def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -> jax.Array:
@@ -143,20 +153,22 @@ def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -
     size, length = tile.shape
     row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
 
-    # The function reverses the steps of `roll_diagonals`. The loop rotates groups of eight rows
-    # back and adds up the groups.
-    lines = jnp.zeros((SUBLANES, count), jnp.float32)
+    # The function reverses the steps of `roll_diagonals`. The loop rotates each group of eight rows
+    # to the left by first + begin + 1 - rows, and adds up the groups. A rotation to the left is a
+    # rotation to the right by `count` minus the number.
+    sums = jnp.zeros((SUBLANES, count), jnp.float32)
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
         part = jnp.pad(tile[begin:end], ((0, begin + SUBLANES - end), (0, count - length)))
         part = jnp.where(row + (first + begin) < rows, part, 0.0)
         shift = lax.rem(jnp.int32(count + rows - 1 - begin - first), jnp.int32(count))
-        lines += pltpu.roll(part, shift, 1)
+        sums += pltpu.roll(part, shift, 1)
 
-    # Row r of the eight lines is still r columns too far to the right, so it is rotated back.
+    # Row r of the eight rows is still r entries too far to the right, so it is rotated back.
+    # Afterwards, entry j of every row belongs to the same diagonal, so the rows can be added up.
     for bit in (1, 2, 4):
-        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
-    return lines.sum(axis=0, keepdims=True)
+        sums = jnp.where(row & bit != 0, pltpu.roll(sums, jnp.int32(count - bit), 1), sums)
+    return sums.sum(axis=0, keepdims=True)
 
 
 def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = False) -> jax.Array:

@@ -35,7 +35,7 @@ def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
     match name:
         case "static":
             return static(2 * n(h, q, k))
-        # There are more columns than needed on both sides.
+        # There are more entries than needed on both sides.
         case "relative":
             return relative(n(h, q + k + 10), first=-q - 8)
         case "factorized":

@@ -97,7 +97,7 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
     short = relative(jnp.ones((HEADS, 2 * n - 3)), first=2 - n)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="Give the logits a column for each distance"),
+        pytest.raises(ValueError, match="Give the logits an entry for each distance"),
     ):
         attend((short,), values, q_length=n, partition=partition)
 
