@@ -34,7 +34,7 @@ def storage_path(address: str) -> pathlib.Path:
         ``gs:/BUCKET/…`` is accepted too, because `pathlib` shortens the two slashes to one.
 
     Raises:
-      ValueError: if the address has another scheme, or does not name a directory in a bucket.
+      ValueError: if the address has a different scheme, or does not name a directory in a bucket.
       ModuleNotFoundError: if a library that accesses buckets is not installed.
     """
     if not re.match("[A-Za-z][A-Za-z0-9]+:/", address):
@@ -66,7 +66,7 @@ def is_installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
     except ModuleNotFoundError:
-        # The parent package of the library is not installed.
+        # `find_spec` raises this error if the parent package of the library is not installed.
         return False
 
 
@@ -101,15 +101,18 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
 
 
 class _UnreadableError(ValueError):
-    """An error of `describing`, which an outer `describing` raises unchanged."""
+    """The error that `describing` raises.
+
+    An enclosing `describing` context does not change this error.
+    """
 
 
 @contextlib.contextmanager
 def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") -> Iterator[None]:
     """Context manager that raises a `ValueError` if the contents of a file cannot be read.
 
-    Errors about missing files and missing permissions are raised unchanged. Inside of another
-    `describing`, only the inner context manager describes an error.
+    Errors about missing files and missing permissions are raised unchanged. If two `describing`
+    contexts are nested, only the inner one replaces the error.
 
     Args:
       path: the path of the file, for the error message.
@@ -134,12 +137,12 @@ def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:
     """Yields the lines of UTF-8 text without line ends and byte-order marks.
 
     Lines end with LF or CRLF. Other characters that could end a line, such as CR and U+2028, are
-    read as text. Otherwise, the lines of two parallel files might not correspond to each other. If
-    several files with byte-order marks were joined, a byte-order mark can also be at the beginning
-    of a later line.
+    read as text. If characters such as CR ended a line, the lines of two parallel files might not
+    correspond to each other. A byte-order mark is removed from the beginning of every line, because
+    a file that was concatenated from several files can contain several byte-order marks.
 
     Args:
-      file: the file, which is closed after its last line.
+      file: the file to read. The file is closed after its last line has been read.
       path: the path of the file, for error messages. `None` means standard input.
 
     Raises:
@@ -167,7 +170,8 @@ def _decoding_remedy(path: pathlib.Path | None, *, seen_utf8: bool) -> str:
     """Returns a sentence that says how to repair a file with bytes that are not UTF-8.
 
     If earlier lines contain non-ASCII characters in UTF-8, the file is damaged, and a conversion
-    from Latin-1 would spoil the earlier lines. The returned sentence then suggests another repair.
+    from Latin-1 would spoil the earlier lines. For a damaged file, the returned sentence suggests a
+    different repair.
 
     Args:
       path: the path of the file. `None` means standard input.
@@ -216,14 +220,14 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a directory that gets its final name when the context ends without an error.
+    """Yields a temporary directory, which is renamed when the context ends without an error.
 
-    Temporary directories that killed processes have left for the same destination are removed
-    first.
+    Temporary directories that killed processes have left behind for the same destination are
+    removed first.
 
     Raises:
-      FileExistsError: if the destination exists and is not empty. The error can also occur at the
-        end of the context, if another process has made the destination in the meantime.
+      FileExistsError: if the destination exists and is not empty. The error can also be raised at
+        the end of the context, if another process has created the destination in the meantime.
       OSError: if the disk is full.
       ValueError: if the destination is in a bucket, where directories cannot be renamed.
     """
@@ -238,8 +242,8 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     with name_write_errors(directory, "Nothing was written"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            # A mounted directory cannot be removed. It is better to fail here than after everything
-            # is written.
+            # Remove an empty destination now. If the removal fails, for example because the
+            # destination is a mount point, the error is raised before anything is written.
             directory.rmdir()
         with temporary_directory(directory.parent, f".{directory.name}.incomplete") as staging:
             yield staging
@@ -258,7 +262,7 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
     """Makes a directory on a disk, and removes the directory when the context ends.
 
-    The caller may rename the directory before the context ends.
+    The caller may rename the directory before the context ends. A renamed directory is kept.
 
     Directories with the same prefix that were left behind by killed processes are removed first.
 
@@ -269,8 +273,8 @@ def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.P
     for path in parent.iterdir():
         if not path.name.startswith(f"{prefix}-"):
             continue
-        # Every process holds a lock on its directory. If this process can lock a directory, the
-        # process that made the directory has ended.
+        # Every process holds a lock on its temporary directory. If this process can lock a
+        # directory, the process that made the directory has ended.
         lock = _try_lock(path)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
@@ -342,15 +346,17 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
 
 @contextlib.contextmanager
 def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
-    """Context manager that replaces errors of a full or broken disk by a clear `OSError`.
+    """Context manager that replaces errors about a full or broken disk with a clear `OSError`.
 
-    Python's own error contains the path of a temporary file or no path. The errors of libraries
-    contain parts of the written data. The new error contains `path` and `outcome`.
+    The message of Python's own error names a temporary file, or no file at all. The messages of
+    some libraries contain parts of the data to be written. The message of the new error contains
+    `path` and `outcome`.
 
     Args:
-      path: the file or directory that the user knows.
-      outcome: a sentence that says what has been written, such as ``Nothing was written``. It has
-        no full stop, because Python appends a colon and the path.
+      path: the file or directory that the message names. The user should know this path, unlike the
+        path of a temporary file.
+      outcome: a sentence that says what has been written, such as ``Nothing was written``. The
+        sentence has no full stop, because Python appends a colon and the path.
     """
     try:
         yield
@@ -363,11 +369,11 @@ def name_write_errors(path: pathlib.Path, outcome: str) -> Iterator[None]:
 
 
 def _write_error(error: Exception) -> int | None:
-    """Returns the operating system's error number, or `None` if writing was not the cause.
+    """Returns the operating system's error number of a write error, or `None` for other errors.
 
     The exceptions of some libraries (TensorStore, safetensors, ArrayRecord and TensorFlow) contain
-    only the text of the operating system's error and not the error number. For such exceptions, the
-    function searches the text.
+    only the text of the operating system's error and not the error number. For these exceptions,
+    the function searches the message for the operating system's text.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _WRITE_ERRORS else None

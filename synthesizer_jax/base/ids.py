@@ -14,7 +14,7 @@ class SpecialIds:
     """Token ids that do not stand for text. The defaults are T5's ids.
 
     Attributes:
-      padding: the id that fills a row after the end of its text.
+      padding: the id of padding, which fills a row after the end of its text.
       end: the id of the end of a text (EOS).
       start: the id of the decoder's first input.
       also_end: further ids that end decoding, such as the id of the end of a turn.

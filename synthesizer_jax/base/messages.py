@@ -21,17 +21,18 @@ def silent_phase(_: str, __: int) -> Callable[[int], None]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``, did you mean 'x'?`` for the most similar known word.
+    """Returns the question ``, did you mean 'x'?`` about the known word that is most similar.
 
     If no known word is similar, the result is an empty string. The expression
-    ``did_you_mean(word, known) or "."`` ends a sentence in either case.
+    ``did_you_mean(word, known) or "."`` ends a sentence with the question, or with a full stop if
+    no known word is similar.
     """
     matches = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=0.5)
     return f", did you mean {matches[0]!r}?" if matches else ""
 
 
 def end_sentence(text: str) -> str:
-    """Returns a text that ends with a full stop, so that another sentence can follow it.
+    """Appends a full stop to a text if necessary, so that another sentence can follow.
 
     The messages of other libraries often have no full stop at the end.
     """
@@ -47,7 +48,7 @@ def escape_controls(text: str) -> str:
 
 
 def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
-    """Returns two sentences that say that a size is not divisible and name the nearest multiples.
+    """Returns an error message about a size that is not divisible, with the nearest multiples.
 
     Args:
       name: the name of the size.

@@ -47,7 +47,7 @@ def register(cls: Class) -> Class:
     """Decorator that registers a module or frozen dataclass under its class name.
 
     Raises:
-      ValueError: if a class of another module is already registered under the same name.
+      ValueError: if a class from a different module is already registered under the same name.
     """
     # A class of the same module may be registered again, for example when a notebook cell is run
     # twice.
@@ -88,7 +88,7 @@ def to_json(value: object) -> JSON:
       value: JSON values, tuples, registered dataclasses and unbound registered modules.
 
     Raises:
-      ValueError: if a value has another type, or if its class is not registered.
+      ValueError: if a value has a type that is not supported, or if its class is not registered.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -202,7 +202,7 @@ def field_types(cls: Any, *, limits: bool = False) -> dict[str, Annotation]:
 
 
 def check_fields(obj: object, path: str = "") -> None:
-    """Raises a `ValueError` for the first wrong field in a tree of modules and dataclasses."""
+    """Raises a `ValueError` for the first invalid field in a tree of modules and dataclasses."""
     children: Any = enumerate(obj) if isinstance(obj, tuple) else ()
     if is_config(obj):
         check_types(type(obj), fields_of(obj), path)
@@ -249,9 +249,10 @@ def format_limits(annotation: Annotation) -> str:
 def matches_type(value: object, annotation: Annotation) -> bool:
     """Returns whether a value matches an annotation, including the annotation's `Limit`.
 
-    A 32-bit integer, which JAX accepts as a number, matches `float`. NaN and infinities do not
-    match `float`. A value matches a protocol if it has all methods of the protocol, and the methods
-    accept the protocol's arguments. Every value matches an annotation that cannot be checked.
+    An integer that fits into 32 bits matches `float`, because JAX accepts it as a number. NaN and
+    infinities do not match `float`. A value matches a protocol if it has all methods of the
+    protocol, and the methods accept the protocol's arguments. If an annotation cannot be checked,
+    every value matches it.
     """
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -292,7 +293,7 @@ def _implements(value: object, protocol: type) -> bool:
             # The value does not have the method, or the parameters of the method are not
             # compatible.
             return False
-    # A class has the same methods as its objects, but only the objects implement the protocol.
+    # A class has the same methods as its instances, but only an instance implements the protocol.
     return not isinstance(value, type)
 
 
@@ -324,7 +325,7 @@ def _is_class_of(cls: type, annotation: Annotation) -> bool:
     package, other = (c.__module__.split(".")[:2] for c in (cls, annotation))
     if package[0] == other[0] and package != other:
         return False
-    # An object that is not initialized has the methods of its class, which is enough for the check.
+    # The check needs only the methods of an object, so an object that is not initialized is enough.
     return _implements(object.__new__(cls), annotation)
 
 

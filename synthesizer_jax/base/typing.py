@@ -1,4 +1,4 @@
-"""Types that several modules share, including numbers and words with limited values.
+"""Types that several modules share, including numbers and strings with a limited set of values.
 
 For example, type checkers read the annotation ``steps: Count`` as an int. `registry.check_types`
 also checks that the value is in the range that `Count` allows.
@@ -22,7 +22,7 @@ KeyPath: TypeAlias = tuple[Any, ...]
 
 
 class Limit(Container[Any]):
-    """A limit of the values of an annotated type.
+    """Base class of limits, which restrict the values of an annotated type.
 
     A subclass defines the methods ``__contains__`` and ``__str__``. ``__contains__`` says whether a
     value is allowed. The string from ``__str__`` completes an error message that begins with "it

@@ -1,8 +1,8 @@
 """Checksums of arrays that are sharded over any number of devices and processes.
 
 The checksum of an array is the sum, modulo 2³², of a hash of every element and its index. Each
-device computes the sum over its own shard, and the sums of all shards are added over devices and
-processes. The checksum therefore does not depend on the mesh.
+device computes the sum over its own shard. The sums of all shards are then added. The checksum
+therefore does not depend on the mesh.
 
 For a given index, the hash is a bijection of the element's bits. A change of a single element
 therefore always changes the checksum.
@@ -27,17 +27,17 @@ AXIS_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 
 
 def checksums(tree: PyTree) -> dict[str, int]:
-    """Returns this process's part of the checksum of every array.
+    """Returns what the shards of this process contribute to the checksum of every array.
 
     Args:
-      tree: a pytree of arrays. A replicated shard is counted only by the process that has its first
-        replica.
+      tree: a pytree of arrays. A replicated shard is counted only by the process that holds the
+        shard's first replica.
 
     Returns:
-      A dictionary ``{path: 32-bit integer}``. `combine_checksums` adds up the parts of all
+      A dictionary ``{path: 32-bit integer}``. `combine_checksums` adds the contributions of all
       processes.
     """
-    # All sums are dispatched before the first result is read, so the devices compute in parallel.
+    # Dispatch all sums before reading the first result, so that the devices compute in parallel.
     begun = {
         jax.tree_util.keystr(path, simple=True, separator="/"): _partial_checksums(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -46,7 +46,7 @@ def checksums(tree: PyTree) -> dict[str, int]:
 
 
 def combine_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Returns the checksums of whole arrays from the parts of all processes."""
+    """Adds the contributions of all processes, and returns the checksums of whole arrays."""
     total: collections.Counter[str] = collections.Counter()
     for part in parts:
         total.update(part)
@@ -54,7 +54,7 @@ def combine_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
-    """Returns the checksums of the shards that this process counts.
+    """Returns the checksums of the shards of an array that this process counts.
 
     The checksums may not be computed yet, because the function does not wait for the devices.
     """
@@ -63,7 +63,7 @@ def _partial_checksums(x: ArrayLike) -> list[jax.Array]:
     parts = []
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
-            # `shard.index` is a tuple of slices. A slice over a whole axis has no start.
+            # `shard.index` is a tuple of slices. The start of a slice over a whole axis is None.
             start = np.array([part.start or 0 for part in shard.index], np.uint32)
             parts.append(_sum(shard.data, jax.device_put(start)))
     return parts
@@ -80,10 +80,10 @@ def _sum(x: jax.Array, start: jax.Array) -> jax.Array:
     words = _words(x)
     position = jnp.zeros((), jnp.uint32)
     for axis in range(words.ndim):
-        # Elements wider than 32 bits have further axes of words, which are never sharded.
+        # If elements are wider than 32 bits, `words` has additional axes, which are never sharded.
         first = start[axis] if axis < x.ndim else 0
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) + jnp.uint32(first)
-        # From the sixth axis on, the factors repeat in a modified form.
+        # From the sixth axis on, the five factors are used again in a modified form.
         factor = AXIS_FACTORS[axis % len(AXIS_FACTORS)] ^ (axis // len(AXIS_FACTORS) << 1)
         position = position + index * jnp.uint32(factor)
     return _mix(words ^ _mix(position)).sum(dtype=jnp.uint32)
@@ -92,8 +92,8 @@ def _sum(x: jax.Array, start: jax.Array) -> jax.Array:
 def _words(x: jax.Array) -> jax.Array:
     """Returns the bits of the elements as 32-bit words.
 
-    An element that is wider than 32 bits, or a complex number, has several words. The words of an
-    element are on additional axes of the result.
+    An element that is wider than 32 bits, or a complex number, becomes several words, which are on
+    additional axes of the result.
     """
     if x.dtype == bool:
         return x.astype(jnp.uint32)

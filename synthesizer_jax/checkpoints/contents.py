@@ -1,4 +1,4 @@
-"""The checksums and the data position, which a checkpoint holds in addition to its arrays."""
+"""The checksums and the position in the data, which a checkpoint contains in addition to arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BatchStream(Protocol):
         ...
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes the position after the last batch that was taken into a directory."""
+        """Writes the position after the last returned batch to a directory."""
         ...
 
     def restore(self, directory: pathlib.Path) -> None:
@@ -39,12 +39,12 @@ class BatchStream(Protocol):
 
 
 class Contents(NamedTuple):
-    """The contents of a checkpoint in addition to its arrays.
+    """What a checkpoint contains in addition to its arrays.
 
     Attributes:
       step: the step of the checkpoint.
-      arrays: checksums of the arrays in the state by path; see `checksums`.
-      position: the text files of the position in the data, by name.
+      arrays: the checksums of the arrays in the state, by their paths; see `checksums`.
+      position: the text files that store the position in the data, by file name.
     """
 
     step: int
@@ -52,15 +52,16 @@ class Contents(NamedTuple):
     position: dict[str, str]
 
     def to_json(self) -> dict[str, object]:
-        """Returns the fields as JSON, with a checksum of the fields themselves."""
+        """Returns the fields as JSON data, together with a checksum of this data."""
         text = json.dumps(self._asdict(), sort_keys=True)
         return {**self._asdict(), "checksum": zlib.crc32(text.encode())}
 
     def difference(self, read: Mapping[str, int]) -> str | None:
-        """Returns a message about wrong checksums of arrays, or None if all checksums are right.
+        """Returns a message about arrays whose checksums are wrong, or None if all checksums match.
 
         Args:
-          read: the checksums of some or all arrays as they were read, by path.
+          read: the checksums of some or all arrays, computed from the arrays that were read, by
+            path.
         """
         both = self.arrays.keys() & read.keys()
         wrong = sorted(name for name in both if self.arrays[name] != read[name])
@@ -69,7 +70,7 @@ class Contents(NamedTuple):
         return f"{len(wrong)} of {len(read)} arrays differ from what was saved, such as {wrong[0]}"
 
     def restore_position(self, stream: BatchStream) -> None:
-        """Moves a stream to the saved position."""
+        """Moves a data stream to the saved position."""
         with tempfile.TemporaryDirectory() as folder:
             for name, text in self.position.items():
                 (pathlib.Path(folder) / name).write_text(text, encoding="utf-8")
@@ -77,13 +78,13 @@ class Contents(NamedTuple):
 
 
 def read_contents(checkpoint: pathlib.Path) -> Contents | None:
-    """Returns the contents of a checkpoint, or None if the checkpoint has no contents.
+    """Returns the `Contents` of a checkpoint, or None if the checkpoint has none.
 
     Args:
       checkpoint: the directory of a step.
 
     Raises:
-      ValueError: the file is damaged, or belongs to another step.
+      ValueError: the file with the contents is damaged, or belongs to a different step.
     """
     path = checkpoint / CONTENTS / CONTENTS_FILE
     if not path.parent.is_dir():
@@ -101,9 +102,9 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
 def checksum_of(checkpoint: pathlib.Path) -> int:
     """Returns one number that identifies the arrays of a checkpoint.
 
-    Another run can use the number to recognize the checkpoint. The number is computed from the
-    recorded checksums of the arrays, so no array is read. All checkpoints without recorded
-    checksums have the same number.
+    Other runs can use the number to recognize the checkpoint. The number is computed from the
+    recorded checksums of the arrays, so no array is read. Checkpoints without recorded checksums
+    all have the same number.
     """
     contents = read_contents(checkpoint)
     text = json.dumps(contents.arrays if contents else {}, sort_keys=True)
@@ -111,7 +112,7 @@ def checksum_of(checkpoint: pathlib.Path) -> int:
 
 
 def position_files(stream: BatchStream) -> dict[str, str]:
-    """Returns the text files of a data stream's position, by name."""
+    """Returns the text files that store a data stream's position, by file name."""
     with tempfile.TemporaryDirectory() as folder:
         stream.save(pathlib.Path(folder))
         return {path.name: path.read_text("utf-8") for path in pathlib.Path(folder).iterdir()}

@@ -49,8 +49,8 @@ class Retention:
     Attributes:
       latest: number of newest checkpoints to keep.
       best: number of checkpoints with the best scores to keep.
-      scores: scores of evaluated steps. Higher scores are better. The run adds scores during
-        training.
+      scores: a dictionary from evaluated steps to scores. Higher scores are better. Scores are
+        added during training.
     """
 
     latest: int
@@ -61,18 +61,19 @@ class Retention:
         """Returns the steps to keep. If two steps have equal scores, the newer step is better."""
         rising = sorted(steps)
         measured = [s for s in rising if math.isfinite(self.scores.get(s, math.nan))]
-        # Sorting pairs in descending order puts the newer of two steps with equal scores first.
+        # The pairs are sorted in descending order, so that of two steps with equal scores the newer
+        # one comes first.
         best = sorted(measured, key=lambda step: (self.scores[step], step), reverse=True)
         return {*rising[max(len(rising) - self.latest, 0) :], *best[: self.best]}
 
     def should_preserve(self, checkpoints: Sequence[PyTree], *, context: object) -> list[bool]:
-        """Returns for each checkpoint whether to keep it. Orbax calls this method."""
+        """Returns for each checkpoint whether to keep the checkpoint. Orbax calls this method."""
         kept = self.steps_to_keep(checkpoint.step for checkpoint in checkpoints)
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
 class Checkpoints:
-    """The checkpoints in a directory, numbered by step.
+    """Saves, restores and deletes the checkpoints in a directory, which are numbered by step.
 
     Checkpoints are written asynchronously and committed atomically. The newest checkpoints and the
     checkpoints with the best scores are kept.
@@ -103,8 +104,8 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
         processes.barrier("checkpoints")
         # If the active processes are listed, Orbax synchronizes them through JAX's coordination
-        # service. Otherwise, Orbax would use collectives. Because checkpoints are written in the
-        # background, these collectives could interleave with the collectives of training steps.
+        # service. Without the list, Orbax would use collectives. Because checkpoints are written in
+        # the background, these collectives could interleave with the collectives of training steps.
         group = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
         return ocp.CheckpointManager(
             self._directory,
@@ -127,23 +128,26 @@ class Checkpoints:
         return finished_steps(self._directory)
 
     def record_score(self, step: int, score: float) -> None:
-        """Records the score of a step, for choosing checkpoints in the next save or `prune`."""
+        """Records the score of a step.
+
+        The next `save` or `prune` chooses checkpoints by the scores.
+        """
         self._retention.scores[step] = score
 
     def prune(self) -> None:
-        """Deletes finished checkpoints that need not be kept."""
+        """Deletes all finished checkpoints that the policy does not keep."""
         # All processes must delete the same steps, so they use the list of process 0.
         steps = processes.all_gather("prune", self.steps)[0]
         for step in sorted(set(steps) - self._retention.steps_to_keep(steps)):
             self._manager.delete(step)
 
     def save(self, state: PyTree, stream: BatchStream | None) -> None:
-        """Starts to write a checkpoint, unless a checkpoint of this step exists already.
+        """Starts to write a checkpoint, unless a checkpoint of the state's step already exists.
 
         The buffers of the state may be donated as soon as this method returns.
 
         Args:
-          state: a dataclass of pytrees of arrays, which has a field ``step``.
+          state: a dataclass with a field ``step``. All fields are pytrees of arrays.
           stream: the data stream whose position is saved, or None to save no position.
         """
         step = int(state.step)
@@ -169,33 +173,33 @@ class Checkpoints:
         self._begun.append(step)
 
     def take_newly_saved(self) -> list[int]:
-        """Returns the steps whose checkpoints were finished since the last call."""
+        """Returns the steps whose checkpoints were finished since the last call of this method."""
         unfinished = []
         if self._begun and self._manager.is_saving_in_progress():
             # Orbax writes one checkpoint at a time, so only the last checkpoint can be unfinished.
             unfinished = self._begun[-1:]
         else:
-            self.wait()  # raises errors that occurred in the background thread
+            self.wait()  # raises errors from the background thread
         finished = self._begun[: len(self._begun) - len(unfinished)]
         self._begun = unfinished
         return finished
 
     def restore_newest(self, abstract: PyTree, stream: BatchStream | None) -> PyTree:
-        """Restores the newest checkpoint that can be read, or returns None without checkpoints.
+        """Restores the newest readable checkpoint, or returns None if there are no checkpoints.
 
-        If at least one process finds a checkpoint damaged, the next older checkpoint is tried. If
-        an older checkpoint can be restored, the damaged checkpoints are renamed to
+        If at least one process finds that a checkpoint is damaged, the next older checkpoint is
+        tried. If an older checkpoint can be restored, the damaged checkpoints are renamed to
         ``STEP.unreadable``, with a warning. If no checkpoint can be restored, no checkpoint is
         renamed.
 
         Args:
-          abstract: the state, with `jax.ShapeDtypeStruct` leaves that have shardings.
+          abstract: the abstract state, whose leaves are `jax.ShapeDtypeStruct` with shardings.
           stream: the data stream to move to the saved position. None means that the position is
             ignored.
 
         Raises:
-          ValueError: no checkpoint can be read, or the checkpoints belong to another model or other
-            data.
+          ValueError: no checkpoint can be read, or the checkpoints belong to a different model or
+            to different data.
           OSError: the storage failed. The checkpoints are unchanged.
         """
         entries = _state_dict(abstract)
@@ -245,7 +249,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until all checkpoints are written.
 
-        This method raises the errors that occurred in the background thread.
+        If writing failed in the background thread, this method raises the error.
         """
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
@@ -259,7 +263,8 @@ class Checkpoints:
 def _state_dict(state: PyTree) -> dict[str, PyTree]:
     """Returns the fields of a state by name.
 
-    An empty moving average is left out, as in checkpoints of versions without this field.
+    The field of moving averages is left out if it is empty, because checkpoints of earlier versions
+    do not have this field.
     """
     fields = fields_of(state)
     return {name: tree for name, tree in fields.items() if name != AVERAGE or tree}
@@ -272,22 +277,23 @@ def restore_variables(
 
     If the run has an exponential moving average of its parameters, the averages are restored
     instead of the parameters. If the newest checkpoint cannot be read, the next older checkpoint is
-    used, with a warning. If a training run deletes a checkpoint while it is read, another
-    checkpoint is used.
+    used, with a warning. If a training run deletes a checkpoint while the checkpoint is read, a
+    different checkpoint is used.
 
     Args:
       directory: the ``checkpoints`` directory of a run.
       step: the step to restore. None means the newest step that can be read.
-      layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings, which
-        may be over the devices of several processes. If `layout` is None, the saved arrays are
-        restored on one device of this process.
+      layout: a dictionary ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with
+        shardings. The shardings may cover the devices of several processes. If `layout` is None,
+        the saved arrays are restored on one device of this process.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
 
     Raises:
       FileNotFoundError: the directory has no checkpoint of this step.
-      ValueError: the checkpoint cannot be read, or belongs to another model than the layout.
+      ValueError: the checkpoint cannot be read, or does not belong to the model that `layout`
+        describes.
     """
     read = functools.partial(read_variables, layout=layout)
     number, variables, damaged = read_newest(directory, read, step=step, divided=layout is not None)
@@ -322,14 +328,14 @@ def read_newest(
 
     Args:
       directory: the directory of the checkpoints.
-      read: a function that reads the entries from the directory of a step.
+      read: a function that reads the entries of a checkpoint, given the directory of its step.
       step: the only step to read. None means the newest step.
-      divided: whether each process reads only its own shards, so that the checksums of the
-        processes must be added up. If `divided` is false, each process reads whole arrays.
+      divided: whether each process reads only its own shards, so that the checksums of all
+        processes must be added. If `divided` is false, each process reads whole arrays.
 
     Returns:
-      The step, its entries, and the problems of newer checkpoints by step. Without a checkpoint,
-      the step is None and the entries are an empty dictionary.
+      The step, the entries of its checkpoint, and a dictionary from the steps of newer checkpoints
+      to their problems. If there is no checkpoint, the step is None and the entries are empty.
 
     Raises:
       ValueError: no checkpoint can be read.
@@ -342,7 +348,8 @@ def read_newest(
         newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
 
         if newest is None:
-            # There were no checkpoints, or all damaged checkpoints were deleted in the meantime.
+            # Either there were no checkpoints, or all damaged checkpoints were deleted in the
+            # meantime.
             if not any(s in saved for s in problems):
                 return None, {}, problems
             worst = max(problems)
@@ -391,7 +398,7 @@ def _read_and_verify(
             raise
         problem = one_line_error(error).removesuffix(".")
 
-    # A checkpoint counts as damaged for all processes if at least one process found a problem.
+    # If at least one process found a problem, all processes treat the checkpoint as damaged.
     gathered = processes.all_gather("read", (problem, parts))
     problem = next((problem for problem, _ in gathered if problem is not None), None)
     if problem is None and contents is not None:
@@ -403,7 +410,7 @@ def _read_and_verify(
 def _is_damage(error: Exception) -> bool:
     """Returns whether an error may have been caused by damaged files.
 
-    Errors of the storage, a lack of memory and errors of the configuration do not count as damage.
+    Failures of the storage, a lack of memory and a wrong configuration are not damage.
     """
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -423,8 +430,8 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
 def _is_committed(checkpoint: pathlib.Path) -> bool:
     """Returns whether Orbax has finished the checkpoint in a directory whose name is a step.
 
-    Orbax commits a checkpoint by renaming its directory. Directories in a bucket cannot be renamed,
-    so Orbax writes a file there instead.
+    On a disk, Orbax commits a checkpoint by renaming its directory. Directories in a bucket cannot
+    be renamed, so Orbax instead writes a file that marks the checkpoint as finished.
     """
     if in_bucket(checkpoint):
         return (checkpoint / COMMITTED).exists()

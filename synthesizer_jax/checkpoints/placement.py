@@ -1,4 +1,4 @@
-"""Reads arrays of a checkpoint, even onto other devices than the devices that saved them."""
+"""Reads the arrays of a checkpoint, even if they were saved on different devices."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def place_variables(
     The function tries the following shapes in order, and uses the first shape that fits the devices
     and the model:
 
-    1. The given shape, which is usually the shape that was used for training.
-    2. A shape that shards the model in the same way, with another number of replicas.
-    3. A shape with ``fsdp`` over as many devices as the sizes of the parameters allow.
+    1. The shape that is given, which is usually the shape that was used for training.
+    2. A shape that shards the model in the same way, but with a different number of replicas.
+    3. A shape that shards only over ``fsdp``, with as many devices as the sizes of the parameters
+      allow.
 
     Args:
       model: the model.
@@ -41,10 +42,11 @@ def place_variables(
       devices: the devices. None means all devices.
 
     Returns:
-      The mesh, and ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
+      The mesh, and a dictionary ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct`
+      with shardings.
 
     Raises:
-      ValueError: the model fits no mesh of these devices.
+      ValueError: the model cannot be sharded over any mesh of these devices.
     """
     if devices is None:
         devices = jax.devices()
@@ -61,18 +63,18 @@ def place_variables(
 def layout_over(
     model: nn.Module, tokens: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh | AbstractMesh
 ) -> Variables:
-    """Returns the shapes and shardings of a model's variables over a mesh.
+    """Returns the shapes, dtypes and shardings of a model's variables on a mesh.
 
     The result has the same form as the layout that `place_variables` returns.
 
     Raises:
-      ValueError: the mesh does not divide the shapes.
+      ValueError: a size in a shape is not divisible by the mesh axes that shard it.
     """
     return with_shardings(*abstract_variables(model, *tokens), mesh)
 
 
 def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -> Variables:
-    """Returns abstract variables with the shardings that follow from their logical axes.
+    """Returns abstract variables, with shardings that are derived from their logical axes.
 
     Args:
       shapes: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
@@ -89,14 +91,15 @@ def with_shardings(shapes: Variables, axes: PyTree, mesh: Mesh | AbstractMesh) -
 def _candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
     """Yields the mesh shapes to try for a model that was trained on a mesh of a given shape."""
     yield shape
-    # At most one size may be −1. The number of replicas is −1 unless another size already is.
+    # At most one size of a mesh shape may be −1. The number of replicas is −1, unless one of the
+    # other sizes is −1.
     inferred = -1 in (shape.fsdp, shape.tensor, shape.sequence)
     yield MeshShape(1 if inferred else -1, shape.fsdp, shape.tensor, shape.sequence)
     yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
 
 
 class OtherModelError(ValueError):
-    """A checkpoint has the arrays of another model or optimizer."""
+    """The error that is raised if a checkpoint has the arrays of a different model or optimizer."""
 
 
 AVERAGE = "ema"
@@ -106,8 +109,8 @@ AVERAGE = "ema"
 def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
     """Reads the parameters and constants of a checkpoint.
 
-    If the checkpoint has moving averages of the parameters, the averages are read as the entry
-    ``ema`` instead of the parameters. See `read_arrays` for errors.
+    If the checkpoint has moving averages of the parameters, the function reads the averages instead
+    of the parameters, and returns them as the entry ``ema``. See `read_arrays` for errors.
 
     Args:
       checkpoint: the directory of a step.
@@ -137,11 +140,11 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
       checkpoint: the directory of a step.
       entries: the entries to read, as pytrees of arrays or of `jax.ShapeDtypeStruct` with
         shardings.
-      names: names of entries that must be read completely. If such an entry has saved arrays that
+      names: names of entries that must be read completely. If the saved entry contains arrays that
         are not in `entries`, an error is raised.
 
     Raises:
-      OtherModelError: the checkpoint has other arrays.
+      OtherModelError: the arrays of the checkpoint differ from the arrays in `entries`.
       Exception: Orbax cannot read the files. The type of the error depends on the damage.
     """
     metadata = _metadata(checkpoint)
@@ -159,8 +162,9 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries
     )
-    # Two optimizers with the same arrays can differ in parts of their state that hold no array.
-    # Orbax would not accept such a difference, so complete entries are read in the saved structure.
+    # The states of two optimizers with the same arrays can differ in parts that hold no array.
+    # Orbax would not accept such a difference, so complete entries are read with the tree structure
+    # in which they were saved.
     by_path = {_path_name(path): x for path, x in jax.tree.leaves_with_path(abstract)}
     in_saved_structure = abstract | jax.tree.map_with_path(
         lambda path, _: by_path[_path_name(path)], complete
@@ -170,7 +174,7 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
         restore_args=ocp.checkpoint_utils.construct_restore_args(in_saved_structure),
         partial_restore=True,
     )
-    # The handler is called directly, because a checkpointer would synchronize the processes.
+    # Call Orbax's handler directly, because a checkpointer would synchronize the processes.
     restored = ocp.PyTreeCheckpointHandler().restore(absolute(checkpoint / "state"), args=arguments)
     arrays = {_path_name(path): x for path, x in jax.tree.leaves_with_path(restored)}
     return jax.tree.map_with_path(lambda path, _: arrays[_path_name(path)], entries)
@@ -183,21 +187,21 @@ def count_parameters(checkpoint: pathlib.Path) -> int:
 
 def _metadata(checkpoint: pathlib.Path) -> PyTree:
     """Returns a tree with the shapes and dtypes of a checkpoint's arrays."""
-    # By default, the handler asks for JAX's platform. Asking for the platform would initialize the
+    # By default, Orbax's handler looks up JAX's platform. This look-up would initialize the
     # devices, which a training process on the same machine may need.
     handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
     return handler.metadata(absolute(checkpoint / "state")).tree
 
 
 def _describe_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
-    """Returns the part of an error message that describes the shape of an array or its absence."""
+    """Returns the part of an error message that says which shape an array has, if any."""
     if name not in shapes:
         return "is absent"
     return f"has the shape {shapes[name]}"
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all arrays in a tree by their paths."""
+    """Returns a dictionary from the path of every array in a tree to the array's shape."""
     return {_path_name(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
 
 

@@ -1,6 +1,7 @@
 """Saves a checkpoint while reading its arrays one at a time.
 
-Conversion uses this module, because the arrays of a large model may not fit into memory together.
+The conversion of pre-trained models uses this module, because all arrays of a large model together
+may not fit into memory.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Conten
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """An array that is read only when it is needed. An `Unread` is a leaf of a pytree.
+    """An array that is not read before it is needed. An `Unread` is a leaf of a pytree.
 
     Attributes:
       shape: the shape of the array.
-      stored: a function that reads the array in the dtype in which it is stored. Every call reads
-        the array again.
+      stored: a function that reads the array from its file and returns it in the dtype in which it
+        is stored. Every call reads the file again.
       dtype: the dtype of the array that `read` returns.
     """
 
@@ -44,7 +45,7 @@ class Unread:
         return cls(np.shape(x), lambda: np.asarray(x), np.dtype(jnp.result_type(x)))
 
     def __mul__(self, factor: float) -> Unread:
-        """Returns the array times a number. The result is also an array that is not read yet."""
+        """Returns an `Unread` for the array times a number, without reading the array."""
         return dataclasses.replace(self, stored=lambda: self.read() * self.dtype.type(factor))
 
     def read(self, dtype: str | None = None) -> np.ndarray:
@@ -70,8 +71,9 @@ class Unread:
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
     """Saves a state as a checkpoint, with only one array in memory at a time.
 
-    The checkpoint has the format of `Checkpoints.save`, but no position in the data. Writing is not
-    atomic, so no other process may read the directory yet.
+    The checkpoint has the same format as the checkpoints of `Checkpoints.save`, but it contains no
+    position in the data. Writing is not atomic, so no other process may read the directory before
+    this function has returned.
 
     Args:
       directory: the ``checkpoints`` directory of a run.
@@ -91,7 +93,8 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
     ) as manager:
         manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
 
-    # Add the contents by hand, because the checksums are known only after all arrays are written.
+    # Write the file of contents separately, because the checksums are known only after all arrays
+    # are written.
     contents = absolute(directory) / str(step) / CONTENTS
     contents.mkdir()
     text = json.dumps(Contents(step, arrays.checksums, {}).to_json())
@@ -99,7 +102,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Orbax's handler of arrays, changed to read each array after the previous array is written.
+    """Orbax's handler of NumPy arrays, changed to have only one array in memory at a time.
 
     Attributes:
       checksums: the checksums of the arrays by path.
@@ -115,12 +118,15 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[ocp.future.Future]:
-        """Reads and writes all arrays. No futures are returned, because all writing is finished."""
+        """Reads and writes all arrays.
+
+        The list of futures is empty, because all writing is finished.
+        """
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
-            # `ascontiguousarray` turns scalars into vectors, so the array is reshaped afterwards.
+            # `ascontiguousarray` turns a scalar into a vector, so `reshape` restores the shape.
             array = np.ascontiguousarray(value.read()).reshape(value.shape)
             (self.checksums[info.name.replace(".", "/")],) = checksums.checksums(array).values()
             (written,) = await super().serialize([array], [info], [arg])
-            written.result()  # waits, so that only one array is in memory
+            written.result()  # wait, so that only one array is in memory
         return []

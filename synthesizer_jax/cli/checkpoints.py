@@ -30,8 +30,8 @@ def convert(
     executed.
 
     With --encoder or --decoder, the self-attention is replaced by a
-    Synthesizer. Before any training, the new model computes the same as the
-    old one.
+    Synthesizer. Until it is trained, the new model computes the same outputs as
+    the old model.
 
     Example: synthesizer-jax convert google/flan-t5-small runs/flan --encoder rv
 
@@ -39,15 +39,16 @@ def convert(
       source: a folder of Hugging Face transformers or of PEFT, the OWNER/NAME of a model on the
         hub, a T5X checkpoint, or a run.
       directory: the directory of the new run.
-      revision: the branch, tag or commit of a model on the hub. The default is its main branch.
+      revision: the branch, tag or commit of a model on the hub. The default is the main branch.
       vocabulary: a SentencePiece file, or the word bytes. The default is the vocabulary in the
-        folder.
-      extra_ids: the number of sentinels after the pieces of --vocabulary. The default is that of
-        T5.
-      encoder: the new self-attention of the encoder. It must be a mixture that contains the dot
-        product, such as rv.
+        model's folder.
+      extra_ids: the number of sentinels to add after the pieces of --vocabulary. The default
+        depends on the vocabulary, and is 100 for the vocabulary of T5.
+      encoder: the new self-attention of the encoder. The new self-attention must be a mixture that
+        contains the dot product, such as rv.
       decoder: the new self-attention of the decoder, with the same choices as --encoder.
-      max_length: the number of positions of the mixtures' tables. The default is 512.
+      max_length: the number of positions in the tables of the new self-attention. The default is
+        512.
     """
     from synthesizer_jax.costs.summary import num_elements
     from synthesizer_jax.pretrained.convert import convert_checkpoint
@@ -92,12 +93,14 @@ def export(
     """Export the model of a run for another library, or as programs that run without this package.
 
     Transformers and T5X support only T5s. If the model is a Synthesizer, the
-    command ends with an error that names the part that they lack.
+    command ends with an error that names a part of the model that the other
+    library does not have.
 
-    StableHLO supports every model. It gives a directory of programs for CPUs,
-    NVIDIA GPUs and TPUs, and a loader. The loader needs only jax and, for
-    SentencePiece vocabularies, sentencepiece. If the model was trained only on
-    texts without inputs, its programs continue texts.
+    StableHLO supports every model. The command writes a directory with programs
+    for CPUs, NVIDIA GPUs and TPUs, and with a loader for the programs. The
+    loader needs only jax and, for SentencePiece vocabularies, sentencepiece. If
+    the model was trained only on texts without inputs, its programs continue
+    texts.
 
     Example: synthesizer-jax export runs/flan flan-finetuned
 
@@ -109,12 +112,12 @@ def export(
       to: the format, which is huggingface, peft (only the run's adapters), t5x, t5x-scanned or
         stablehlo.
       dtype: the dtype of the tensors for transformers, float32 or bfloat16.
-      inputs_length: for stablehlo, the maximum number of tokens of an input. The default is that of
-        the training. If the model continues texts, a text and its continuation share the tokens of
-        a training row. By default each has one half.
-      max_length: for stablehlo, the maximum number of tokens of a target. The default is that of
-        the training.
-      beams: for stablehlo, the number of beams. 1 is greedy decoding.
+      inputs_length: for stablehlo, the maximum number of tokens of an input. The default is the
+        length in training. If the model continues texts, a text and its continuation share the
+        tokens of a training row, and by default each of them gets half of the row.
+      max_length: for stablehlo, the maximum number of tokens of a target. The default is the length
+        in training.
+      beams: for stablehlo, the number of beams. With one beam, decoding is greedy.
     """
     from synthesizer_jax.pretrained.export import export_run
     from synthesizer_jax.runs import code
@@ -141,9 +144,9 @@ def average(
 ) -> None:
     """Average the newest checkpoints of a run, and write a run with the mean of their parameters.
 
-    A run keeps the newest checkpoints (as many as training.keep_latest says)
-    and the best ones (as many as training.keep_best says). Checkpoints of both
-    kinds are averaged. The command prints the steps that it has averaged.
+    A run keeps its training.keep_latest newest checkpoints and its
+    training.keep_best best checkpoints. Checkpoints of both kinds are averaged.
+    The command prints the steps whose checkpoints it has averaged.
 
     You can use the new run with `eval`, `generate` and `export`, and start a
     training from it with `train DIRECTORY`.
@@ -153,8 +156,7 @@ def average(
     Args:
       run: the directory of the run.
       directory: the directory of the new run.
-      last: how many of the newest checkpoints to average. The default is all checkpoints of the
-        run.
+      last: the number of newest checkpoints to average. The default is all checkpoints of the run.
     """
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.checkpoint_average import average_checkpoints

@@ -57,7 +57,7 @@ def _open_directory(
 def _vocabulary(
     name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False
 ) -> SentencePiece | Bytes:
-    """Returns the vocabulary of a SentencePiece file, or bytes if the name is "bytes" or `None`."""
+    """Returns the vocabulary of a SentencePiece file, or `Bytes` for the name "bytes" or `None`."""
     if name is None or name == "bytes":
         return Bytes(extra_ids)
     return SentencePiece(name, extra_ids, bos)
@@ -70,7 +70,7 @@ def prepare_missing(
     trains: bool = True,
     only: Sequence[str] = (),
 ) -> None:
-    """Prepares the data of a run, except for data that is prepared already.
+    """Prepares the data of a run if the data is not prepared already.
 
     The work is done in a separate process, so that this process need not import TensorFlow. In a
     group of processes, only process zero starts the separate process, and all other processes wait.
@@ -78,13 +78,15 @@ def prepare_missing(
     Args:
       experiment: the experiment of the run.
       data_dir: the data directory. `None` means the default data directory.
-      trains: whether the run will be trained. Otherwise, only evaluation data is prepared.
+      trains: whether the run will be trained. If `trains` is false, only evaluation data is
+        prepared.
       only: the tasks to prepare. An empty list means all tasks.
 
     Raises:
-      ValueError: the separate process fails. The message contains the command and the last line of
-        output of this process.
-      FileNotFoundError: no data is prepared, and there are no data sets to prepare.
+      ValueError: the separate process fails. The message contains the command of this process and
+        the last line of its output.
+      FileNotFoundError: no data is prepared, and there are no data sets from which data could be
+        prepared.
     """
     from synthesizer_jax.hosts import processes
     from synthesizer_jax.tasks import task_registry
@@ -103,8 +105,8 @@ def prepare_missing(
         if not done.returncode:
             print(done.stderr, end="", file=sys.stderr)
         else:
-            # The last line of output of a failed process is the error message. Repeat this message
-            # in the error that is raised here.
+            # If the process fails, the last line of its output is the error message. Include this
+            # message in the error that is raised here.
             said, _, last = done.stderr.rstrip().rpartition("\n")
             print(said, end="", file=sys.stderr)
             reason = last.removeprefix("error: ") or f"exit code {done.returncode}"
@@ -130,13 +132,13 @@ def import_files(
     """Import files as data sets: a benchmark's archive, a known data set, or your own files.
 
     The data sets are written in the format of TFDS. If a row cannot be read,
-    the import stops, names the file and the line, and changes no data set.
-    Splits that were imported before are kept. Splits that an archive lacks are
-    reported.
+    the command prints the file and the line, and changes no data set. Splits
+    that were imported before are kept. If an archive does not contain a split,
+    the command says so.
 
-    A file may be JSON lines, CSV, TSV, Parquet, text (one row per line, with
-    the field 'text') or aligned text (train=a.en+a.de). Files of lines may be
-    compressed as .gz or .zst.
+    The format of a file may be JSON lines, CSV, TSV, Parquet, text (one row per
+    line, with the field 'text') or aligned text (train=a.en+a.de). All files
+    except Parquet may be compressed as .gz or .zst.
 
     Example: synthesizer-jax data import wmt14_translate/de-en
     --from train=a.en+a.de,validation=b.en+b.de
@@ -148,20 +150,21 @@ def import_files(
     Args:
       benchmark: an archive (glue or super_glue), the name of a data set that a task reads, such as
         cnn_dailymail, or mine for your own files. An unknown name prints the list of all names.
-      source: for an archive, its directory. For files, SPLIT=FILE or a directory. Separate several
-        with commas or repeat the option. In the name of a file, * stands for any characters.
+      source: for an archive, its directory. For files, SPLIT=FILE or a directory. To give several
+        sources, separate them with commas, or repeat the option. In the name of a file, * stands
+        for any characters.
       name: for your own files, the name of the task.
-      inputs: for your own files, the text of the input, with fields of a row in braces, such as
-        'review: {text}'. Without this option, the task has only targets.
-      target: for your own files, the text of the target, such as '{label}'. Give '' for rows that
-        you only want to predict.
+      inputs: for your own files, a template for the input, with the names of fields in braces, such
+        as 'review: {text}'. Without this option, the task has only targets.
+      target: for your own files, a template for the target, such as '{label}'. Give '' if the
+        targets are not known, so that they can only be predicted.
       labels: the allowed targets, such as 'bad,good' or '0=bad,1=good'. For a known data set, the
-        words for the labels in its files.
+        label words for which the values in your files stand.
       metrics: for your own files, the metric, such as accuracy (the default), bleu or f1.
         Repeatable.
       columns: the columns of CSV and TSV files without a header, or of aligned files, such as
         'a,b'.
-      renew: replace a data set that was imported before, with all of its splits.
+      renew: replace all splits of a data set that was imported before.
     """
     from synthesizer_jax.preparation import file_tasks
     from synthesizer_jax.preparation.importers import corpora
@@ -220,9 +223,9 @@ def import_files(
 
 
 def _label_words(labels: str | None) -> dict[str, str]:
-    """Returns the words of ``--labels`` by the values that stand for the words in the files.
+    """Returns a dictionary that maps the values in ``--labels`` to the words for which they stand.
 
-    If an entry has no ``=``, the word and the value are the same.
+    If an entry of ``--labels`` has no ``=``, the entry is both the value and the word.
 
     Raises:
       ValueError: a value occurs twice.
@@ -255,26 +258,30 @@ def prepare_tasks(
 ) -> None:
     """Tokenize the tasks of a mixture once, so that runs can read them without TensorFlow.
 
-    The prepared files are written to the data directory. All runs with the
-    same vocabulary use them, even if their sequence lengths differ. You rarely
-    need this command, because train, eval, predict, distill and inspect prepare
-    missing data themselves. If you interrupt it, it keeps the finished files.
+    The prepared files are written to the data directory. All runs with the same
+    vocabulary use the same prepared files, even if their sequence lengths
+    differ. You rarely need this command, because train, eval, predict, distill
+    and inspect prepare missing data themselves. If you interrupt the command,
+    the finished files are kept.
 
     Args:
       mixture: the mixture or task to prepare.
-      vocabulary: a SentencePiece model, or the word bytes. The default is bytes, except for the
-        synthetic mixtures, which have their own vocabulary.
+      vocabulary: a SentencePiece model, or the word bytes. The default is bytes. The synthetic
+        mixtures use their own vocabulary by default.
       extra_ids: the number of sentinels that are added to the vocabulary.
-      bos: begin inputs with BOS, as CodeT5 and Gemma do. Gemma's inputs then do not end with EOS.
+      bos: begin inputs with BOS, as for CodeT5 and Gemma. With a vocabulary like Gemma's, inputs
+        then do not end with EOS.
       split: a split to train on. The default is train. Repeatable.
       evaluation_split: a split to evaluate on. The default is validation. Repeatable.
-      inputs_length: the number of input tokens in a row, for tasks whose steps depend on it.
-      targets_length: the number of target tokens in a row, for tasks whose steps depend on it.
-      epochs: how often the rows are read, for tasks with random steps. The default is once, or as
-        often as the files that exist were prepared.
+      inputs_length: the number of input tokens in a row, for tasks whose preprocessing depends on
+        this number.
+      targets_length: the number of target tokens in a row, for tasks whose preprocessing depends on
+        this number.
+      epochs: how many times the rows are read, for tasks with random steps. The default is 1, or
+        the number of epochs in the files that are already prepared.
       task: prepare only this task of the mixture. Repeatable.
       workers: the number of processes that read the files of large data sets.
-      renew: write files again that exist.
+      renew: prepare files again even if they exist.
     """
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.preparation.prepare import prepare
@@ -313,7 +320,7 @@ def list_tasks(
     of SeqIO are listed, too.
 
     Args:
-      mixture: list only the tasks of this mixture, with their rates.
+      mixture: list only the tasks of this mixture, together with their rates.
     """
     from synthesizer_jax.tasks import task_registry
 
@@ -450,8 +457,8 @@ def train_vocabulary(
 
     directory = _open_directory(data_dir, imports)
     members = _members(mixture, directory, "train")
-    # Use the vocabulary of bytes. Only the texts of rows are needed, so the vocabulary does not
-    # matter.
+    # Use the vocabulary of bytes. Only the texts of the rows are used, so any vocabulary will do
+    # here.
     codec = Bytes().build()
     rows = itertools.chain.from_iterable(
         read_rows(name, "train", codec, data_dir=directory, count=examples) for name in members
@@ -468,10 +475,10 @@ def _members(mixture: str, directory: pathlib.Path, split: str | None = None) ->
     Args:
       mixture: the name of a mixture or a task.
       directory: the data directory.
-      split: the split that the tasks must have. `None` means any split.
+      split: the split that a task must have to be returned. `None` means any split.
 
     Raises:
-      FileNotFoundError: no task has data. The message says how to import data.
+      FileNotFoundError: no task has data. The message says how to import the data of the tasks.
     """
     from synthesizer_jax.tasks import task_registry
     from synthesizer_jax.tasks.splits import import_remedy

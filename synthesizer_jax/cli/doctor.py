@@ -30,9 +30,9 @@ def doctor(
 ) -> None:
     """Show versions, devices and memory, and check processes and directories before a run.
 
-    Start it as you would start a training, on all hosts at the same time. It
-    reports an error if the processes have different versions or settings, or
-    if a directory cannot be written.
+    Start this command as you would start a training, on all hosts at the same
+    time. The command reports an error if the processes have different versions
+    or settings, or if a directory is not writable.
 
     Example: synthesizer-jax doctor --workdir runs/rv
 
@@ -70,13 +70,13 @@ def doctor(
     ]
     for directory in filter(None, (workdir, data_dir)):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
-        # Do not call mkdir for a path in a bucket. If the bucket does not exist, mkdir with
-        # TensorFlow would never return.
+        # Do not call mkdir for a path in a bucket, because TensorFlow's mkdir never returns if the
+        # bucket does not exist.
         if not in_bucket(directory):
             directory.mkdir(parents=True, exist_ok=True)
         try:
             probe.write_bytes(b"x")
-        except FileNotFoundError as error:  # the message of gcsfs names only the failed request
+        except FileNotFoundError as error:  # the message of gcsfs only names the request
             raise FileNotFoundError(
                 f"The bucket of {directory} does not exist ({error}). Create it."
             ) from None
@@ -90,7 +90,7 @@ def doctor(
 
 
 def local(command: list[str], *, processes: Count = 2, devices: Count | None = None) -> None:
-    """Run a command in several processes on this machine, which form one group as on several hosts.
+    """Run a command in a group of processes on this machine, as if each process had its own host.
 
     If one process fails, the others are killed. SIGTERM and Ctrl-C are passed
     on to all processes. The exit code is the exit code of the first process
@@ -100,14 +100,14 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
     Example: synthesizer-jax local --processes 2 --devices 4 -- train quickstart --workdir runs/rv
 
     Args:
-      command: a command of synthesizer-jax, written after --.
+      command: a command of synthesizer-jax, which must be written after --.
       processes: the number of processes.
-      devices: the number of CPU devices of each process. By default JAX chooses it.
+      devices: the number of CPU devices of each process. By default, JAX chooses the number.
     """
     from synthesizer_jax.hosts.preemption import EXIT_CODES
     from synthesizer_jax.hosts.processes import ADDRESS, PROCESS, PROCESSES
 
-    # Let the operating system choose a port on which no process listens.
+    # Let the operating system choose a free port.
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     shared = {**os.environ, ADDRESS: address, PROCESSES: str(processes)}
@@ -123,11 +123,12 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
         for index in range(processes):
             arguments = [sys.executable, "-m", "synthesizer_jax", *command]
             environment = {**shared, PROCESS: str(index)}
-            # A terminal sends Ctrl-C to all processes of its session. Start each process in a new
-            # session, so that the process gets the signal only once, from the loop below.
+            # When the user presses Ctrl-C, a terminal sends a signal to all processes of its
+            # session. Start each process in a new session, so that it gets the signal only once,
+            # from the loop below.
             group.append(subprocess.Popen(arguments, env=environment, start_new_session=True))
         while True:
-            # The exit code of a running process is None. Keep the first exit code that is not 0.
+            # Keep the first exit code that is not 0. The exit code of a running process is None.
             codes = [process.poll() for process in group]
             code = code or next((ended for ended in codes if ended), 0)
             if None not in codes or code not in (0, *EXIT_CODES.values()):
@@ -141,6 +142,6 @@ def local(command: list[str], *, processes: Count = 2, devices: Count | None = N
         for process in group:
             process.kill()
             process.wait()
-    # If a signal has ended a process, Python returns the negative number of the signal as exit
-    # code.
+    # If a process was ended by a signal, Python gives it a negative exit code, which is minus the
+    # number of the signal.
     raise typer.Exit(128 - code if code < 0 else code)

@@ -42,24 +42,24 @@ def evaluate(
 
     The model is sharded over all devices of all processes, as in training.
     Results and predictions are written to evaluation/STEP in the directory of
-    the run. If you choose another split than the recipe, they are written to
-    evaluation/STEP/SPLIT. With --task or --max-examples, they are written to a
-    subfolder part, so that they do not replace the results of a whole
-    evaluation.
+    the run. If you choose a split that differs from the recipe's split, the
+    results are written to evaluation/STEP/SPLIT. With --task or --max-examples,
+    the results are written to a subfolder called part, so that they do not
+    replace the results of a complete evaluation.
 
     Examples without a label, as in most test splits, are predicted but not
     scored.
 
     Args:
       run: the directory of the run.
-      workdir: another way to give the directory of the run.
-      step: the step of the checkpoint. The default is the newest one.
+      workdir: the directory of the run, if it is not given as an argument.
+      step: the step of the checkpoint. The default is the newest checkpoint.
       every: evaluate all checkpoints, and show the best step of each task.
       method: the decoding method, greedy, beam or rank. The default is the recipe's.
       split: the split to evaluate. The default is the recipe's.
       task: evaluate only this task. Repeatable.
-      max_examples: the number of examples per task after which to stop. If examples are scored in
-        groups, the last group is completed.
+      max_examples: the number of examples of each task to read. If examples are scored in groups,
+        the last group is read completely.
       batch_size: the number of examples per batch.
       save_predictions: write the input, target, prediction and score of every example to
         TASK.jsonl, next to the results.
@@ -99,36 +99,36 @@ def predict(
     """Predict all examples of a split, and write the files of GLUE's and SuperGLUE's leaderboards.
 
     Inputs, predictions and scores of each task are written to TASK.jsonl. If
-    the examples have labels, metrics are shown.
-
-    For a test split of GLUE or SuperGLUE, the files of the leaderboard are
-    written, too, such as glue/CoLA.tsv or super_glue/BoolQ.jsonl, unless you
-    give --max-examples. To submit them, zip the folder glue or super_glue. The
-    leaderboards accept only valid answers: a prediction that is not one of the
-    labels becomes the first label, and one that is not a similarity score
-    becomes 0. Similarity scores are clipped to the range from 0 to 5. The
-    command says how many predictions it has replaced.
+    the examples have labels, the command shows metrics. For a test split of
+    GLUE or SuperGLUE, the command also writes the files for the leaderboard,
+    such as glue/CoLA.tsv or super_glue/BoolQ.jsonl, unless you give
+    --max-examples. To submit these files, zip the folder glue or super_glue.
+    The leaderboards accept only valid answers. In the files for a leaderboard,
+    a prediction that is not one of the labels is therefore replaced by the
+    first label, and an invalid similarity score is replaced by 0. Similarity
+    scores are clipped to the range from 0 to 5. The command prints how many
+    predictions it has replaced.
 
     Example: synthesizer-jax predict runs/rv --split test --output predictions
 
     Args:
       run: the directory of the run.
-      workdir: another way to give the directory of the run.
+      workdir: the directory of the run, if it is not given as an argument.
       split: the split to predict.
       output: the directory of the files. The default is evaluation/STEP/SPLIT in the directory of
         the run.
-      step: the step of the checkpoint. The default is the newest one.
+      step: the step of the checkpoint. The default is the newest checkpoint.
       method: the decoding method, greedy, beam or rank. The default is the recipe's.
       task: predict only this task. Repeatable.
-      max_examples: the number of examples per task after which to stop. If examples are scored in
-        groups, the last group is completed.
+      max_examples: the number of examples of each task to read. If examples are scored in groups,
+        the last group is read completely.
       batch_size: the number of examples per batch.
     """
     from synthesizer_jax.evaluation.benchmarks import write_submission
     from synthesizer_jax.hosts import processes
 
     changes = _given(method=method, batch_size=batch_size, split=split, loss_batches=0)
-    # By default, predict all examples, even if the recipe evaluates fewer examples.
+    # If --max-examples is not given, predict all examples, even if the recipe limits their number.
     changes["max_examples"] = max_examples
     opened, evaluator = _open(chosen_run(run, workdir), imports, data_dir, task, changes)
     number, variables = opened.restore(step)
@@ -147,7 +147,7 @@ def predict(
 
 
 def _given(**options: object) -> dict[str, object]:
-    """Returns the options that are not `None`, which are the options that were given."""
+    """Returns only the options that the user has given, which are those that are not `None`."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -158,7 +158,7 @@ def _open(
     tasks: list[str] | None,
     changes: Mapping[str, object],
 ) -> tuple[OpenRun, Evaluator]:
-    """Opens a run and its evaluator, and prints which tasks do not have the split.
+    """Opens a run and its evaluator, and prints the names of tasks that do not have the split.
 
     Missing data is prepared before the evaluator is opened.
 
@@ -167,7 +167,7 @@ def _open(
       imports: the user's packages or files to load.
       data_dir: the data directory. `None` means the default data directory.
       tasks: the tasks to evaluate. `None` means all tasks of the run.
-      changes: fields of the run's `Evaluation` to replace, by name.
+      changes: new values for fields of the run's `Evaluation`, by the names of the fields.
     """
     from synthesizer_jax.base.registry import replace
     from synthesizer_jax.hosts import processes
@@ -234,14 +234,14 @@ def _measure(
 def _restore_checkpoints(
     run: OpenRun, step: int | None, *, every: bool
 ) -> Iterator[tuple[int, PyTree]]:
-    """Yields the step and the variables of one checkpoint, or of all checkpoints.
+    """Yields the step and the variables of one checkpoint, or of every checkpoint of a run.
 
     A run that is still training may delete checkpoints at any time. If `every` is true, checkpoints
     that cannot be read are therefore skipped with a message.
 
     Args:
       run: the run.
-      step: the step of the checkpoint. `None` means the newest checkpoint. The step is not used if
+      step: the step of the checkpoint. `None` means the newest checkpoint. `step` is ignored if
         `every` is true.
       every: whether to yield all checkpoints.
 
@@ -255,8 +255,7 @@ def _restore_checkpoints(
         yield run.restore(step)
         return
     finished = manager.finished_steps(run.directory / "checkpoints")
-    # All processes must evaluate the same steps. Every process therefore uses the list of process
-    # zero.
+    # All processes must evaluate the same steps, so every process uses the list of process zero.
     steps = processes.all_gather("steps", finished)[0]
     any_restored = False
     for number in steps:
@@ -276,7 +275,7 @@ def _restore_checkpoints(
 
 
 def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[str, float]) -> None:
-    """Prints the results of a checkpoint for each task, and the measures over all tasks."""
+    """Prints the results of a checkpoint on each task, and the measures over all tasks."""
     rows = []
     for result in results:
         nats = "" if result.loss is None else f"{result.loss.per_token:.4f}"
@@ -306,10 +305,10 @@ def _format(metrics: Mapping[str, float]) -> str:
 
 
 def _print_best_steps(results: Mapping[int, Results]) -> None:
-    """Prints the best step of every task, and two averages of the tasks of each benchmark.
+    """Prints the best step of every task, and two averages over the tasks of each benchmark.
 
-    For the first average, each task has the results of its own best step, as in T5. The second
-    average is the highest average at a single step.
+    The first average uses the results of each task at the task's own best step, as in T5. The
+    second average is the highest average that is reached at a single step.
     """
     from synthesizer_jax.evaluation import benchmarks
 

@@ -55,40 +55,41 @@ def generate(
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
 
     Args:
-      text: the inputs. The default is the lines of --input or of stdin. Without --workdir, the
-        first argument is the directory of the run.
+      text: the inputs. The default is the lines of --input or of stdin. If --workdir is not given,
+        the first argument is the directory of the run.
       workdir: the directory of the run.
       input_file: a file with one input per line.
       output_file: the file to write. The default is stdout.
-      step: the step of the checkpoint. The default is the newest one.
-      beams: the number of beams. The default is 1, which is greedy decoding, or sampling with
-        --temperature.
+      step: the step of the checkpoint. The default is the newest checkpoint.
+      beams: the number of beams. The default is 1, which means greedy decoding, or sampling if
+        --temperature is given.
       alpha: the exponent of the length penalty ((5 + n) / 6)^alpha of beam search. The default is
         the recipe's.
-      temperature: sample from softmax(logits / temperature). The default is 0, which does not
-        sample.
-      top_k: sample only from this number of the most probable tokens.
+      temperature: sample from softmax(logits / temperature). The default is 0, which turns sampling
+        off.
+      top_k: sample only from the k most probable tokens, where k is this number.
       top_p: sample only from the smallest set of most probable tokens whose probabilities add up to
         at least this number.
-      min_p: sample only from tokens whose probability is at least this share of the largest
+      min_p: sample only from tokens whose probability is at least this fraction of the largest
         probability.
-      repetition_penalty: make tokens that the text already contains less likely. Their positive
-        logits are divided by this number, and their negative logits are multiplied by it. The
-        default is the recipe's.
+      repetition_penalty: make tokens that the text already contains less likely. The positive
+        logits of these tokens are divided by this number, and the negative logits are multiplied by
+        it. The default is the recipe's.
       no_repeat_ngram_size: do not repeat any sequence of this many tokens. The default is the
         recipe's.
       stop_string: end a text before this string. The default is the recipe's. Repeatable.
-      samples: the number of lines per input. They are samples, or the best beams. The default is 1.
+      samples: the number of output lines for each input. The lines are samples, or the best beams.
+        The default is 1.
       seed: the seed of the samples. The default is 0.
       min_length: the minimum number of tokens to generate, including EOS. The default is 1.
-      max_length: the maximum number of tokens to generate. The default is the targets' length in
-        the training. If the model continues texts, the length of the longest text is subtracted
-        from it.
+      max_length: the maximum number of tokens to generate. The default is the length of targets in
+        training. If the model continues texts, the length of the longest text is subtracted from
+        the default.
       relative_length: the maximum number of tokens to generate for each token of the input. The
         default is the recipe's.
       extra_length: the number of tokens to add to the limit of --relative-length. The default is
         the recipe's.
-      scores: print the log-probability in nats and a tab before each text.
+      scores: before each text, print its log-probability in nats and a tab.
       batch_size: the number of inputs per batch.
       logits_dtype: the dtype of the output projection, float32 or bfloat16. The default is the
         dtype of the model.
@@ -119,7 +120,7 @@ def generate(
             "predict its classes with 'synthesizer-jax predict'."
         )
 
-    # If an option is not given, use the value of the recipe.
+    # If an option is not given, use the recipe's value.
     options = {
         "beams": beams,
         "alpha": alpha,
@@ -152,15 +153,15 @@ def generate(
     )
     inputs = [predictor.encode(line) for line in lines]
 
-    # If the model was trained without inputs, a text and the continuation of the text share the
-    # positions of a training row.
+    # If the model was trained without inputs, a text and its continuation share the positions of a
+    # training row.
     if max_length is None and not data.inputs_length:
         rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
 
     written = []
     for answer, score in itertools.chain.from_iterable(predictor.generate_texts(inputs)):
-        line = " ".join(answer.splitlines())  # prints each text in a single line
+        line = " ".join(answer.splitlines())  # print each text in a single line
         written.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
     if output_file is None:
         typer.echo("".join(written), nl=False)
@@ -172,7 +173,7 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
     """Returns the inputs from the command line, from a file or from stdin.
 
     Raises:
-      ValueError: inputs are given in two ways, or not at all.
+      ValueError: inputs are given in more than one way, or not at all.
     """
     if text and input_file is not None:
         raise ValueError("Give inputs either as arguments or with --input, not both.")

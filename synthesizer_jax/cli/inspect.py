@@ -1,4 +1,4 @@
-"""Defines the command `inspect`, which writes a page about what a model has learned."""
+"""Defines the command `inspect`, which writes an HTML page about what a model has learned."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def inspect(
 ) -> None:
     """Show where the attention heads of a model look, and how sharp, local and static they are.
 
-    The command writes a page and a JSON file with the same numbers. They show
-    attention maps, histograms of the attention weights before and after
-    training, distances, ranks, mixture weights, projections, and how similar
-    heads are. They also show how much of each head is lost if it is replaced by
-    a static form of attention, which depends only on positions.
+    The command writes an HTML page, and a JSON file with the same numbers. The
+    page and the file contain attention maps, histograms of the attention
+    weights before and after training, distances, ranks, mixture weights,
+    projections, and the similarity of heads. The page also shows how much of
+    each head is lost if it is replaced by a static form of attention, which
+    depends only on positions.
 
     Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html
 
     Args:
       run: the directory RUN of a run, or one checkpoint, RUN/checkpoints/STEP.
       output: the HTML file to write.
-      mixture: the task or mixture whose examples are read. The default is that of the run.
+      mixture: the task or mixture whose examples are read. The default is the mixture of the run.
       examples: the number of examples to read from the evaluation sets.
       batch_size: the number of examples per batch.
-      static_forms: fit static forms to the heads, and measure the loss of the model with tables in
-        the place of heads.
+      static_forms: fit static forms of attention to the heads, and measure the model's loss if
+        heads are replaced by tables.
     """
     from synthesizer_jax.cli.data import prepare_missing
     from synthesizer_jax.inspection.page import summary, write_inspection

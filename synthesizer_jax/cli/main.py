@@ -1,4 +1,4 @@
-"""Implements the program `synthesizer-jax` with all commands and the report of errors."""
+"""Implements the program `synthesizer-jax`, with all of its commands and with error reporting."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def main() -> None:
     Threads of libraries can keep a process alive after the command has ended. The process exits at
     most `END_SECONDS` after the command, even if threads are still running. If a thread of
     `processes.background_thread` is running, the process exits immediately, because the result of
-    the thread is not needed any more.
+    the thread is no longer needed.
     """
     try:
         run()
@@ -125,8 +125,8 @@ def run() -> None:
     environment variable SYNTHESIZER_JAX_TRACEBACK is set, all errors are printed with a traceback,
     and the exit code is 1.
     """
-    # Silence absl's logger, because SeqIO logs every split that it skips, and Orbax logs the
-    # traceback of every error that it raises.
+    # Silence absl's logger, because through it SeqIO logs every split that it skips, and Orbax logs
+    # the traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.basicConfig(format="%(message)s")
@@ -148,7 +148,7 @@ def run() -> None:
         else:
             traceback.print_exception(error)
         code = 2 if is_known else 1
-        if "jax" in sys.modules:  # a process must not wait for other processes of its group
+        if "jax" in sys.modules:  # do not wait for other processes of the group
             from synthesizer_jax.hosts import processes
 
             processes.exit_process(code)
@@ -156,18 +156,18 @@ def run() -> None:
 
 
 def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:
-    """Reports an error that Python cannot raise, such as one in a destructor.
+    """Reports an error that Python cannot raise, such as an error in a destructor.
 
     The error "Event loop is closed" is not reported. Libraries raise this error if the process ends
-    after another error while an asynchronous write is still under way. In this case, the first
-    error has been reported already.
+    after another error while an asynchronous write is still under way. The other error has already
+    been reported.
     """
     if str(raised.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(raised)
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Returns whether users or the file storage can cause errors of an error's class."""
+    """Returns whether an error is of a class of errors that users or the file storage can cause."""
     if isinstance(error, ValueError | OSError | RuntimeError | ImportError):
         return True
     tensorflow = sys.modules.get("tensorflow")
@@ -181,7 +181,7 @@ def _one_line_message(error: BaseException) -> str:
 
     The middle of a message with more than 2000 characters is left out, because such a message
     probably repeats the contents of a file. The message of a plain `RuntimeError` or `ImportError`
-    is followed by a hint how to see the traceback, because the message may say little.
+    is followed by a hint on how to see the traceback, because the message may not say enough.
     """
     if isinstance(error, ModuleNotFoundError):
         extra = _extra_of(error.name or "")
@@ -196,12 +196,12 @@ def _one_line_message(error: BaseException) -> str:
 
 
 def _extra_of(module: str) -> str | None:
-    """Returns the extra of this package that installs a module, or `None` if no extra does."""
+    """Returns this package's extra that installs a module, or `None` if there is no such extra."""
     name = module.partition(".")[0]
-    # The name of a module's package may have hyphens instead of underscores, or be an entirely
-    # different name.
+    # The name of the package that contains a module may have hyphens instead of underscores, or may
+    # be entirely different.
     package = {"sklearn": "scikit-learn"}.get(name, name.replace("_", "[-_]"))
-    # The package has no metadata if it is not installed.
+    # If synthesizer-jax is not installed as a package, it has no metadata.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for requirement in importlib.metadata.requires("synthesizer-jax") or ():
             match = re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement)

@@ -1,4 +1,4 @@
-"""Turns functions into commands, and holds the code that several commands share.
+"""Turns functions into commands, and contains the code that several commands share.
 
 The shared code defines options, opens runs and prints tables.
 """
@@ -72,11 +72,11 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that Typer can register as a command.
 
     Parameters before ``*`` become arguments of the command, and the other parameters become
-    options. A string in the metadata of an annotation (``Annotated[..., "--all"]``) is the name of
-    the option. Limits in an annotation, such as the limits of `Count`, are checked before the
-    function is called. A path may be in a bucket (``gs://BUCKET/…``). The `Args` of the function's
-    docstring become the help texts, and the docstring before `Args` becomes the description of the
-    command.
+    options. If the metadata of an annotation contains a string, as in ``Annotated[..., "--all"]``,
+    the string is the name of the option. If an annotation has limits, as `Count` has, the value is
+    checked before the function is called. A path may be in a bucket (``gs://BUCKET/…``). The `Args`
+    of the function's docstring become the help texts, and the docstring before `Args` becomes the
+    description of the command.
 
     Args:
       function: the function, with annotations for all parameters.
@@ -86,8 +86,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
       outside the limits of a parameter.
     """
     described, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    # Each match contains the name of a parameter and the text about the parameter, including
-    # continuation lines.
+    # Each match consists of the name of a parameter and its description, including continuation
+    # lines.
     texts = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*)", arguments, re.MULTILINE))
     kinds = typing.get_type_hints(function)
     hints = typing.get_type_hints(function, include_extras=True)
@@ -118,25 +118,25 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 def _typer_parameter(
     parameter: inspect.Parameter, kind: Any, *, metadata: Sequence[object], text: str
 ) -> inspect.Parameter:
-    """Returns a parameter of a function with an annotation that tells Typer how to parse it.
+    """Returns a copy of a parameter with an annotation that tells Typer how to parse the parameter.
 
     Args:
       parameter: the parameter. A keyword-only parameter becomes an option.
       kind: the type of the parameter.
       metadata: the metadata of the parameter's annotation. The metadata may contain names of the
-        option, and an object of Typer with further properties.
+        option, and one of Typer's objects with further properties.
       text: the help text from the docstring of the function.
     """
     names = [entry for entry in metadata if isinstance(entry, str)]
     if kind is bool and parameter.default is False and not names:
-        # Give the option a name, so that Typer does not add the opposite option, such as
+        # Name the option explicitly, so that Typer does not add an opposite option, such as
         # --no-quiet.
         names = [f"--{parameter.name.replace('_', '-')}"]
     is_option = parameter.kind is parameter.KEYWORD_ONLY
     info = typer.Option(*names) if is_option else typer.Argument()
     for entry in metadata:
-        # Copy the object, because several commands share it, and each command may set another help
-        # text.
+        # Copy the object, because several commands share it, and each command may set a different
+        # help text.
         if isinstance(entry, ArgumentInfo | OptionInfo):
             info = copy.copy(entry)
     text = " ".join(text.split())
@@ -149,9 +149,10 @@ def _typer_parameter(
 def _to_storage_paths(path: Any) -> Any:
     """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage.
 
-    `None` and paths outside of buckets are returned unchanged. A list is converted entry by entry.
-    If the path is in a bucket and TensorFlow is installed, this function imports TensorFlow. The
-    reason is that the first import of TensorFlow prints messages that must be suppressed.
+    `None` and paths outside of buckets are returned unchanged. The entries of a list are converted
+    one by one. If the path is in a bucket and TensorFlow is installed, this function imports
+    TensorFlow. This import suppresses the messages that TensorFlow would print when it is first
+    imported.
     """
     if path is None:
         return None
@@ -210,12 +211,12 @@ class OpenRun(NamedTuple):
 def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
     """Opens a run, and plans how to shard the variables of the run over all devices.
 
-    This function does not read any checkpoint.
+    The function does not read any checkpoint.
 
     Args:
       directory: the directory of the run.
-      imports: the user's packages or files. They are loaded first, because the run may need classes
-        or tasks of the user.
+      imports: the user's packages or files. The packages and files are loaded before the run,
+        because the run may need the user's classes or tasks.
     """
     from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.runs import code
@@ -238,7 +239,7 @@ def print_table(
 
     Args:
       headings: the heading of each column.
-      rows: the texts of the cells, row by row.
+      rows: the texts of the cells, as one sequence for each row.
       title: a title above the table.
       left: the number of columns that are aligned left. All following columns are aligned right.
     """
@@ -251,7 +252,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False, highlight=False)
-    # Set a large width for pipes and files, which have no width of their own, so that each row of
+    # If the output is a pipe or a file, which has no width, set a large width, so that each row of
     # the table stays on one line.
     if not console.is_terminal:
         console.width = 160

@@ -36,12 +36,12 @@ def recipes(
     """List the recipes of this package, or show all fields of one recipe.
 
     Each line shows one field of the recipe: its path and value in the form
-    that --set path=value takes, its type, and its default.
+    path=value that --set expects, its type, and its default.
 
     Example: synthesizer-jax recipes quickstart --set model=t5_1_1_tiny
 
     Args:
-      name: the recipe to show, NAME[:function] or FILE.py[:function]. By default all recipes are
+      name: the recipe to show, NAME[:function] or FILE.py[:function]. By default, all recipes are
         listed.
     """
     if name is None:
@@ -69,11 +69,11 @@ def recipes(
 
 
 def known_costs() -> dict[str, dict[str, Any]]:
-    """Returns the costs of all named models, read from a file so that JAX need not be imported.
+    """Returns the costs of all named models, which are read from a file to avoid importing JAX.
 
     Returns:
-      A dictionary by the models' names. Each value is a dictionary of costs by the names of
-      columns.
+      A dictionary from the name of a model to its costs. The costs are a dictionary from the name
+      of a column to the cost.
     """
     file = importlib.resources.files("synthesizer_jax") / "costs" / "zoo.json"
     return json.loads(file.read_text(encoding="utf-8"))
@@ -91,9 +91,10 @@ def models(
 ) -> None:
     """List the named models and their costs.
 
-    FLOPs are those of a forward pass, divided by the number of tokens. The
-    column flops_lengths has the numbers of tokens in inputs and targets, which
-    are 512 and 114 for most models.
+    FLOPs are the floating-point operations of a forward pass, divided by the
+    number of tokens. The column flops_lengths shows the number of tokens in
+    inputs and in targets for which FLOPs are computed. Most models have 512
+    input tokens and 114 target tokens.
 
     Args:
       pattern: list only names that match this pattern, such as 'mesh_*'.
@@ -134,14 +135,14 @@ def plan(
     """Estimate the memory and chip-hours of a recipe on given chips, and list settings that fit.
 
     No TPU or GPU is needed, and no array is allocated. Instead of a recipe, you
-    can give the directory of a run, or a folder of transformers, of which only
-    config.json is read.
+    can give the directory of a run, or a folder of transformers. Only the file
+    config.json of such a folder is read.
 
     Example: synthesizer-jax plan papers.cotraining:glue_super_glue:rv --topology v5e:4x4
 
     Args:
-      topology: the topology of a TPU slice, such as v5p:4x4x8 or v6e-16, or of GPUs, such as
-        h100:8.
+      topology: the topology of a TPU slice, such as v5p:4x4x8 or v6e-16, or the kind and number of
+        GPUs, such as h100:8.
       slices: the number of slices.
       compiled: also compile the training step for these chips, which takes minutes.
     """
@@ -151,7 +152,7 @@ def plan(
     from synthesizer_jax.training.plan import UTILIZATION, advise, make_plan
 
     chosen = chips.parse_topology(topology, slices)
-    jax.config.update("jax_platforms", "cpu")  # an installed plugin would search for chips
+    jax.config.update("jax_platforms", "cpu")  # a plugin would look for chips
     # Disable the cache, because a program for chips that this machine lacks cannot be read from the
     # cache.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -220,9 +221,10 @@ def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
 
 
 def changed_settings(experiment: Experiment, changed: Experiment) -> list[str]:
-    """Returns the assignments for ``--set`` that turn one experiment into another experiment.
+    """Returns the assignments for ``--set`` that turn one experiment into a different experiment.
 
-    Only fields with plain values are compared. A value is plain if it has no fields.
+    The function compares only fields with plain values, which are values without fields of their
+    own.
 
     Args:
       experiment: the experiment to change.

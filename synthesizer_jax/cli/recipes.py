@@ -1,4 +1,4 @@
-"""Finds and calls recipes by name, and changes fields of the results by ``--set path=value``."""
+"""Finds and calls recipes by name, and changes fields of their results by assignments."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def load_with_code(
     kinds: tuple[type[Kind], ...],
     imports: Sequence[str] = (),
 ) -> tuple[Kind, Code]:
-    """Calls a recipe, and returns its result with some fields changed and the code that it needs.
+    """Calls a recipe, changes fields of its result, and returns the result and the user's code.
 
     Args:
       name: ``MODULE[:FUNCTION[:ARGUMENT…]]`` or the directory of a run. The module is a Python
@@ -166,11 +166,11 @@ def _call(module: ModuleType, call: str) -> object:
 
     Args:
       module: the module.
-      call: ``FUNCTION[:ARGUMENT…]``. An argument stays a text if the annotation of the parameter
-        allows the text. Otherwise, `parse_text` converts the argument.
+      call: ``FUNCTION[:ARGUMENT…]``. An argument is passed as a string if the annotation of the
+        parameter allows a string. Otherwise, `parse_text` converts the argument.
 
     Raises:
-      ValueError: the function does not exist, or does not allow these arguments.
+      ValueError: the function does not exist, or does not accept these arguments.
     """
     from synthesizer_jax.runs.code import convert_errors
 
@@ -212,7 +212,7 @@ def packaged_recipes() -> list[str]:
 def list_recipes() -> list[dict[str, str]]:
     """Returns the name, the returned class and the summary of each recipe in this package.
 
-    The summary is the first line of the recipe's docstring. The sources are parsed but not
+    The summary is the first line of the recipe's docstring. The modules are parsed instead of
     imported, which is faster.
     """
     rows = []
@@ -233,7 +233,7 @@ def list_recipes() -> list[dict[str, str]]:
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Returns the packaged recipes, functions of recipes, and files that begin with a string."""
+    """Returns the recipes, functions of recipes, and files whose names begin with a string."""
     if ":" in incomplete:
         names = [row["recipe"] for row in list_recipes()]
     else:
@@ -267,7 +267,8 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
 
     Args:
       obj: a Flax module or dataclass.
-      path: the path of the object in the experiment. The path of the experiment itself is empty.
+      path: the path of the object in the experiment. The path is empty if `obj` is the experiment
+        itself.
     """
     cls: Any = type(obj)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}
@@ -287,10 +288,10 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
 
 
 def _nested_objects(value: object, path: str) -> Iterator[tuple[object, str]]:
-    """Yields the objects with fields in a value, and the path of each object.
+    """Yields the objects with fields that a value contains, and the path of each object.
 
-    If the value is a tuple, the objects are entries of the tuple. Otherwise, the object is the
-    value.
+    If the value is a tuple, the objects are its entries. If the value is not a tuple, the only
+    object is the value itself.
     """
     if isinstance(value, tuple):
         for i, entry in enumerate(value):
@@ -307,7 +308,7 @@ def _format_setting(value: object) -> str:
         return f"({', '.join(map(_format_setting, value))})"
     try:
         text = json.dumps(to_json(value))
-    except ValueError:  # the value is a function, which JSON cannot represent
+    except ValueError:  # JSON cannot represent a function
         return format_value(value)
     if isinstance(value, str) and parse_text(value) == value:
         return value
@@ -315,10 +316,10 @@ def _format_setting(value: object) -> str:
 
 
 def parse_text(text: str) -> JSON:
-    """Returns the value that a text on the command line means.
+    """Converts a string from the command line to the value that it represents.
 
-    The text is read as JSON, as a literal of Python or as a word of `WORDS`. The first form that
-    fits the text is used. If no form fits, the value is the text itself.
+    The function tries to read the string as JSON, then as a literal of Python, and then as a word
+    of `WORDS`. If the string has none of these forms, the value is the string itself.
     """
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -338,15 +339,15 @@ def override(obj: _Object, *assignments: str) -> _Object:
       assignments: the assignments, each of which consists of a path and a value. In a path, dots
         separate the names of fields, and numbers are indices of tuples. A value is JSON or a
         literal of Python, and must fit the type of the field. A model may be given by its name in
-        `ZOO`, and then has the dtype ``auto``. An objective may be given by its name in
-        `OBJECTIVES`. Any object may be given by the name of its class, or as JSON whose entry
+        `ZOO`, which sets the dtype of the model to ``auto``. An objective may be given by its name
+        in `OBJECTIVES`. Any object may be given by the name of its class, or as JSON whose entry
         ``type`` is the name of its class.
 
     Raises:
       ValueError: a field is unknown, or a value does not fit. The message suggests what to write.
     """
-    # `changes` is a tree of changes. The keys are the parts of the paths. The key None contains the
-    # new value of a path.
+    # `changes` is a tree of nested dictionaries, whose keys are the parts of the paths. The new
+    # value of a path is stored under the key None.
     changes: dict[str | None, Any] = {}
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -361,7 +362,7 @@ def override(obj: _Object, *assignments: str) -> _Object:
 
 
 def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path: str) -> object:
-    """Returns the value of a field after changes of the field, or of fields inside its value.
+    """Returns the new value of a field, after changes of the field or of fields inside its value.
 
     Args:
       changes: a tree of changes; see `override`.
@@ -393,7 +394,7 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
 
 
 def _unknown_field(value: object, name: str, path: str) -> str:
-    """Returns the error message about a name that is no field of a value, with a suggestion.
+    """Returns the error message for a value that has no field of a given name, with a suggestion.
 
     Args:
       value: an object with fields, a tuple, or a plain value.
@@ -420,10 +421,11 @@ def _unknown_field(value: object, name: str, path: str) -> str:
 
 
 def _parse_value(text: str, kind: Annotation, path: str) -> object:
-    """Returns the value that a text means for a field of type `kind`.
+    """Converts a string to a value for a field of type `kind`.
 
     Raises:
-      ValueError: the text does not fit the type of the field. The message suggests what to write.
+      ValueError: the string cannot be converted to the type of the field. The message suggests what
+        to write.
     """
     from synthesizer_jax.data.objectives import OBJECTIVES, Objective
     from synthesizer_jax.models import ZOO, TokenModel
@@ -457,12 +459,12 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
 
 
 def _allows_class(options: Sequence[Annotation], base: type) -> bool:
-    """Returns whether one of several types is a given class or a subclass of the class."""
+    """Returns whether any of several types is a given class, or a subclass of it."""
     return any(isinstance(option, type) and issubclass(option, base) for option in options)
 
 
 def _look_up(name: str, table: Mapping[str, Any], noun: str, path: str, remedy: str) -> Any:
-    """Returns an entry of a table by its name.
+    """Returns the entry of a table that has a given name.
 
     Args:
       name: the name of the entry.

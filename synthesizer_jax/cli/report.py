@@ -1,4 +1,4 @@
-"""Defines the commands `compare` and `report`, which write pages about runs."""
+"""Defines the commands `compare` and `report`, which write HTML pages about runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from synthesizer_jax.cli.options import print_table
 
 
 def report(runs: list[pathlib.Path], *, output: pathlib.Path = pathlib.Path("report.html")) -> None:
-    """Show a run, or compare several, in a page of scores, curves, answers, speed and settings.
+    """Show or compare runs in an HTML page with scores, curves, answers, speed and settings.
 
     Runs whose experiments differ only in their seeds are shown as one system,
-    with standard errors and bands. Only the files of the runs are read.
+    with standard errors and with bands around the curves. The command reads
+    only the files of the runs, and does not load their models.
 
     Example: synthesizer-jax compare runs/rv-0 runs/rv-1 runs/vanilla-0 runs/vanilla-1
 

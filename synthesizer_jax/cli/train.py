@@ -24,7 +24,7 @@ def train(
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
 
     Args:
-      workdir: the directory of the run, for checkpoints and logs. It may be in a bucket,
+      workdir: the directory of the run, for checkpoints and logs. The directory may be in a bucket,
         gs://BUCKET/….
     """
     from synthesizer_jax.hosts import processes
@@ -53,8 +53,8 @@ def quickstart(
 ) -> None:
     """Train two small models on generated tasks, and compare them in a report.
 
-    It takes about a minute on two CPU cores. No files and no network are
-    needed, but the extras data and report must be installed.
+    The command takes about a minute on two CPU cores. The command needs no
+    files and no network, but the extras data and report must be installed.
 
     Example: synthesizer-jax quickstart --set training.steps=1000
 
@@ -85,7 +85,7 @@ def distill(
 ) -> None:
     """Replace parts of a trained model, and train the replacements to give the same outputs.
 
-    The workdir is then an ordinary run. You can use it with eval and generate,
+    The workdir becomes an ordinary run. You can use it with eval and generate,
     and fine-tune it with train.
 
     Example: synthesizer-jax distill papers.replacement:alr
@@ -93,9 +93,9 @@ def distill(
 
     Args:
       teacher: the directory RUN of the trained run, whose newest checkpoint is used, or one
-        checkpoint, RUN/checkpoints/STEP. A distillation that continues keeps the checkpoint with
-        which it began.
-      workdir: the directory of the run, for checkpoints and logs. It may be in a bucket,
+        checkpoint, RUN/checkpoints/STEP. If a distillation is continued, it uses the checkpoint
+        with which it began.
+      workdir: the directory of the run, for checkpoints and logs. The directory may be in a bucket,
         gs://BUCKET/….
     """
     from synthesizer_jax.distillation.distill import Distillation

@@ -34,8 +34,8 @@ class Packer:
 
     A row begins with the example that has waited longest. Then the packer adds the longest pending
     example whose inputs and targets both fit into the rest of the row, and repeats this until no
-    example fits. The length of an example is the number of its input tokens. If rows have no
-    inputs, it is the number of target tokens.
+    example fits. The length of an example is the number of its input tokens, or the number of its
+    target tokens if rows have no inputs.
 
     The examples of a task's next epoch wait until all pending examples of its current epoch are in
     rows. Without this rule, the short examples of a small task would be repeated before its long
@@ -43,7 +43,7 @@ class Packer:
     examples.
 
     Args:
-      take: a function that returns the next examples. Its argument is the number of examples.
+      take: a function that takes a number n and returns the next n examples.
       lengths: the maximum numbers of input tokens and of target tokens in a row.
       max_segments: the maximum number of examples in a row.
       window: the number of pending examples to choose from. If `window` is 1, every row holds one
@@ -64,21 +64,22 @@ class Packer:
 
     @property
     def pending(self) -> list[DrawnExample]:
-        """The list of examples that were taken and are not in a row yet, oldest first."""
+        """The examples that were taken but are not in a row yet, oldest first."""
         return list(self._pending.values())
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
         """Replaces the pending examples by a list that the property `pending` returned.
 
-        The argument `draws` is ignored. It makes the method compatible with `LengthSorter.restore`.
+        The argument `draws` is ignored, and exists only because `LengthSorter.restore` has the same
+        argument.
         """
         del draws
         self._numbers = itertools.count()
         self._pending: dict[int, DrawnExample] = {}
-        # This list holds a pair of length and negative number for each candidate, in ascending
-        # order. The oldest of several examples with equal length comes last.
+        # This list holds the sort key of each candidate (see `_key`), in ascending order. The
+        # oldest of several candidates with equal length comes last.
         self._by_length: list[tuple[int, int]] = []
-        # This counter holds the number of pending examples for every pair of task and epoch.
+        # This counter maps a task and an epoch to the number of their pending examples.
         self._waiting: collections.Counter[tuple[int, int]] = collections.Counter()
         self._append(pending)
 
@@ -100,21 +101,22 @@ class Packer:
     def _append(self, examples: Sequence[DrawnExample]) -> None:
         """Adds pending examples.
 
-        Examples become candidates if no example of the previous epoch is pending.
+        An example becomes a candidate for the next row if no example of its task's previous epoch
+        is pending.
         """
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
             self._waiting[example.member, example.epoch] += 1
-            # Only candidates are in `_by_length`, so `_find` never sees an example of a later
-            # epoch.
+            # The list `_by_length` holds only candidates, so `_find` never returns an example of a
+            # later epoch.
             if not self._waiting[example.member, example.epoch - 1]:
                 self._by_length.append(self._key(example, number))
         self._by_length.sort()
 
     def _find(self, inputs: int, targets: int) -> int | None:
-        """Returns the index in `_by_length` of the longest example that fits, or `None`.
+        """Returns the index in `_by_length` of the longest candidate that fits, or `None`.
 
-        If several of the longest examples have the same length, the oldest one is chosen.
+        If several candidates have this length, the oldest one is chosen.
 
         Args:
           inputs: the number of input tokens that are free in the row.
@@ -130,11 +132,11 @@ class Packer:
         return None
 
     def _key(self, example: DrawnExample, number: int) -> tuple[int, int]:
-        """Returns the sort key of an example, which is its length and its negative number."""
+        """Returns the sort key of an example: its length, and its number with a minus sign."""
         return len(example.inputs if self._lengths[0] else example.targets), -number
 
     def _remove(self, index: int) -> DrawnExample:
-        """Removes a candidate by its index in `_by_length`, and returns it."""
+        """Removes the candidate at an index of `_by_length`, and returns the example."""
         example = self._pending.pop(-self._by_length.pop(index)[1])
         epoch = example.member, example.epoch
         self._waiting[epoch] -= 1
@@ -148,7 +150,7 @@ class Packer:
 
 
 class LengthSorter:
-    """Makes rows of one example each, and gives the rows of a batch similar lengths.
+    """Puts one example into each row, and gives the rows of a batch similar lengths.
 
     The examples of `GROUP` batches are drawn together. These examples are sorted by the number of
     their input tokens, or by the number of their target tokens if they have no inputs. Then the
@@ -156,7 +158,7 @@ class LengthSorter:
     so that the short examples of all shards are in the same batches.
 
     Args:
-      take: a function that returns the next examples. Its argument is the number of examples.
+      take: a function that takes a number n and returns the next n examples.
       rows: the number of rows that this shard contributes to a batch.
       seed: the seed of the order of the batches. The seed must be the same for all shards.
     """
@@ -168,10 +170,7 @@ class LengthSorter:
 
     @property
     def pending(self) -> list[DrawnExample]:
-        """The examples that were taken and are not in a row yet.
-
-        The list has the order of their rows.
-        """
+        """The examples that were taken but are not in a row yet, in the order of their rows."""
         return list(self._pending)
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
@@ -204,11 +203,11 @@ def smallest_bucket(
 
     Args:
       rows: rows with one example each.
-      buckets: pairs of the numbers of input tokens and of target tokens, in ascending order. The
-        last bucket must fit all rows.
+      buckets: pairs of an input length and a target length in tokens, in ascending order. All rows
+        must fit into the last bucket.
 
     Returns:
-      The numbers of input tokens and of target tokens of the batch.
+      The input length and the target length of the batch, in tokens.
     """
     examples = [row[0] for row in rows]
     inputs = max(len(example.inputs) for example in examples)
@@ -231,14 +230,14 @@ def batch_fields(
     - ``decoder_target_tokens``: int32 token ids ``[rows, targets_length]``.
     - ``decoder_loss_weights``: float32 ``[rows, targets_length]``. The weight is 0 at padding and
       at targets that an objective leaves out, and 1 elsewhere.
-    - ``encoder_segment_ids`` and ``decoder_segment_ids``: int32, with the shapes of the tokens.
-      Only batches of packed rows have these two fields. The examples of a row have the segment ids
-      1, 2, …, and padding has the segment id 0.
+    - ``encoder_segment_ids`` and ``decoder_segment_ids``: int32 segment ids, with the shapes of the
+      inputs and of the targets. Only batches of packed rows have these two fields. The examples of
+      a row have the segment ids 1, 2, …, and padding has the segment id 0.
 
     Args:
       config: the lengths, the batch size, and whether rows are packed.
-      lengths: the numbers of input tokens and of target tokens of a row, or `None` for the full
-        lengths.
+      lengths: the input length and the target length of a row in tokens, or `None` for the full
+        lengths in `config`.
     """
     row = assemble_batch([()], config, lengths=lengths)
     return {k: np.broadcast_to(x, (config.batch_size, x.shape[1])) for k, x in row.items()}
@@ -256,9 +255,9 @@ def assemble_batch(
     Args:
       rows: the examples of every row. A row without examples contains only padding.
       config: the lengths, whether rows are packed, and the classes.
-      lengths: the numbers of input tokens and of target tokens of a row, or `None` for the full
-        lengths.
-      ids: the model's ids of padding and of the first input of the decoder.
+      lengths: the input length and the target length of a row in tokens, or `None` for the full
+        lengths in `config`.
+      ids: the special ids of the model, of which the padding id and the start id are used.
 
     Returns:
       The fields that `batch_fields` describes, with one row for each entry of `rows`.
@@ -273,13 +272,14 @@ def assemble_batch(
     )
 
     decoder_inputs = np.where(target_segments > 0, ids.start, pad).astype(np.int32)
-    # A position continues an example if the previous position has the same segment id. The decoder
-    # reads the start id at the first position of every example, and the padding id at padding.
+    # A position continues an example if the previous position has the same segment id. At the first
+    # position of every example, the decoder reads the start id. At padding, the decoder reads the
+    # padding id.
     continues = target_segments[:, 1:] == target_segments[:, :-1]
     decoder_inputs[:, 1:] = np.where(continues, target_tokens[:, :-1], decoder_inputs[:, 1:])
 
-    # The number of a class can be equal to the id of padding. Segment ids therefore decide which
-    # targets are padding if there are classes.
+    # The index of a class can be equal to the padding id. If there are classes, the segment ids
+    # therefore decide which targets are padding.
     predicted = target_segments > 0 if config.classes else target_tokens != pad
     batch = {
         "encoder_input_tokens": encoder_tokens,
@@ -305,11 +305,11 @@ def _lay_out(
 
     Returns:
       The token ids and the segment ids, both int32 with the shape ``[len(rows), width]``. The
-      segment id of a token is the number of its sequence in the row, counted from 1. The segment id
-      of padding is 0.
+      segment id of a token is the position of its sequence in the row, counted from 1. The segment
+      id of padding is 0.
     """
     padding = np.full(width, pad, np.int32)
-    # All rows become one long array, which is cut into rows by a reshape at the end.
+    # Concatenate all rows into one long array. The reshape at the end divides the array into rows.
     pieces: list[np.ndarray] = []
     numbers: list[int] = []
     for row in rows:

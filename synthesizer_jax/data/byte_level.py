@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-# A byte without a printable character of its own is spelled by a character from U+0100 on.
+# Bytes that are not printable characters are spelled by the characters U+0100, U+0101 and so on.
 _others = itertools.count(256)
 CHARACTERS = "".join(chr(byte if byte in _PRINTABLE else next(_others)) for byte in range(256))
 """The character that spells each byte in a piece. The character at index i spells byte i.
@@ -39,8 +39,8 @@ def _kind(character: str) -> str:
     """Returns the letter that stands for a character's kind in the pattern `_WORDS`.
 
     The result is ``L`` for a letter, ``N`` for a number, ``S`` for white space and ``P`` for
-    anything else. The space is returned unchanged. Characters that the pattern spells out, such as
-    those of ``'ll``, are also returned unchanged.
+    anything else. The space is returned unchanged. The characters that the pattern names literally,
+    such as those of ``'ll``, are returned unchanged too.
     """
     if character in " 'strevmld":
         return character
@@ -69,8 +69,8 @@ class ByteLevel:
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without EOS."""
-        # The method `split` also returns the text that the group of its pattern matches. The parts
-        # with odd indices are therefore sentinels.
+        # The pattern has a group, so `split` also returns the sentinels that it matches. The
+        # sentinels are the parts with odd indices.
         words = []
         for i, part in enumerate(self._sentinels.split(text)):
             if i % 2:
@@ -91,5 +91,5 @@ class ByteLevel:
             return b""
         piece = self._processor.IdToPiece(i)
         # Sentinels and other pieces that begin with `▁` do not spell bytes, because `CHARACTERS`
-        # does not contain `▁`. A piece that begins with `▁` gives its own text.
+        # does not contain `▁`. A piece that begins with `▁` is decoded to its own text.
         return piece[1:].encode() if piece.startswith("▁") else b"".join(_BYTES[c] for c in piece)

@@ -20,9 +20,9 @@ class DataConfig:
 
     Attributes:
       mixture: the name of a mixture or task.
-      inputs_length: the number of encoder tokens per row. Longer inputs are truncated, and EOS
-        stays at the end. Set it to 0 for a language model, which is trained on tasks without
-        inputs.
+      inputs_length: the number of encoder tokens per row. Longer inputs are truncated, but still
+        end with EOS. Set `inputs_length` to 0 for a language model, which is trained on tasks
+        without inputs.
       targets_length: the number of decoder tokens per row.
       batch_size: the number of rows of the global batch.
       shards: the number V of virtual shards. The number V must divide the batch size and cannot be
@@ -30,17 +30,18 @@ class DataConfig:
       pack: whether several examples are packed into a row. Segment ids keep the examples of a row
         apart (see `batch.Packer`).
       seed: the seed of shuffling and mixing.
-      split: the split of the tasks to read.
-      shuffle: whether the examples are shuffled. If it is `False`, every task is read in its stored
-        order.
+      split: the name of the split that is read from every task.
+      shuffle: whether the examples are shuffled. If `shuffle` is `False`, the examples of every
+        task are read in their stored order.
       max_segments: the maximum number of examples per packed row. `None` means one example per 16
         input tokens, or per 16 target tokens if there are no inputs.
-      buckets: pairs of ``inputs_length`` and ``targets_length``. With buckets, every batch holds
-        rows of similar length. A batch has the shape of the smallest bucket that fits its rows, or
-        the full lengths if no bucket fits. Use buckets for models that do not accept packed rows.
+      buckets: pairs of ``inputs_length`` and ``targets_length``. If buckets are given, every batch
+        holds rows of similar length. A batch has the shape of the smallest bucket that fits its
+        rows, or the full lengths if no bucket fits. Use buckets for models that do not accept
+        packed rows.
       classes: the label words of an encoder's classes, in the order of its outputs. If classes are
-        given, every target becomes the number of its class, so `targets_length` must be 1. If
-        `classes` is empty, targets are texts.
+        given, every target is replaced by the index of its class, so `targets_length` must be 1. If
+        `classes` is empty, targets are sequences of tokens.
       objective: the objective for tasks that have no inputs and no objective of their own, for
         example ``OBJECTIVES["span_3_15_u_u"]``. The objective turns the texts of these tasks into
         training examples. If `objective` is `None`, every text is a target and is truncated to
@@ -104,9 +105,10 @@ class DataConfig:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The maximum lengths of ``inputs`` and ``targets``, as SeqIO's feature lengths.
+        """The maximum lengths of ``inputs`` and ``targets``, in SeqIO's form of feature lengths.
 
-        If there are classes, a target is read in full and becomes the number of its class later.
+        If there are classes, targets are not truncated, because each target is later replaced by
+        the index of its class.
         """
         targets = LONGEST_TARGET if self.classes else self.targets_length
         return {"inputs": self.inputs_length, "targets": targets}

@@ -1,4 +1,4 @@
-"""Defines the examples of tasks, which are pairs of token sequences, and the size of chunks."""
+"""Defines an example, which is a pair of token sequences, and the number of examples in a chunk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class DrawnExample(NamedTuple):
       inputs: the token ids of the inputs, with EOS. The inputs are empty if the task has no inputs.
       targets: the token ids of the targets, with EOS.
       member: the index of the example's task in the mixture.
-      epoch: the epoch of the task, which is the first number of its stream's position.
+      epoch: the epoch of the task to which the example belongs, counted from 0. The epoch is the
+        first number in the position of the task's stream.
     """
 
     inputs: np.ndarray

@@ -29,7 +29,7 @@ These ids are T5's ids of padding, EOS and unknown text.
 
 
 class Draws:
-    """Draws random numbers that depend only on a seed, on counters, and on the number of the call.
+    """Draws random numbers that depend only on a seed, counters, and the number of earlier calls.
 
     The random numbers are the same in every version of NumPy (see `random_bits`).
 
@@ -60,11 +60,11 @@ class Draws:
         return np.argsort(self._bits(count), kind="stable")
 
     def fork(self, part: int) -> Draws:
-        """Returns a `Draws` for a part, whose numbers are independent of those of this object."""
+        """Returns a new `Draws`. The numbers of every part are independent of all other numbers."""
         return Draws(self._seed, *self._counters, part)
 
     def _bits(self, count: int) -> np.ndarray:
-        """Returns random 64-bit integers ``[count]`` that are different in every call."""
+        """Returns random 64-bit integers ``[count]``, which are different in every call."""
         self._num_calls += 1
         return random_bits(self._seed, *self._counters, self._num_calls - 1, count=count)
 
@@ -75,7 +75,7 @@ class ExampleFormat(NamedTuple):
     Attributes:
       inputs_length: the largest number of input tokens, including EOS.
       targets_length: the largest number of target tokens, including EOS.
-      vocab_size: the number of ids, including sentinels.
+      vocab_size: the number of token ids in the vocabulary, including sentinels.
       ids: the ids of padding and EOS.
     """
 
@@ -105,13 +105,13 @@ class Objective(abc.ABC):
 
 
 class SegmentObjective(Objective):
-    """An objective that makes one example of every segment. All segments have the same length.
+    """An objective that makes one example from every segment. All segments have the same length.
 
     Attributes:
       documents: the number of consecutive documents that are concatenated before they are split
         into segments. If `documents` is 1, no segment contains tokens of two documents.
-      document_eos: whether EOS is appended to every document. If it is true, the examples get no
-        EOS of their own.
+      document_eos: whether EOS is appended to every document. If `document_eos` is `True`, no EOS
+        is appended to the examples.
     """
 
     documents: int
@@ -148,17 +148,18 @@ class SegmentObjective(Objective):
 class Denoising(SegmentObjective):
     """Span corruption, T5's objective (Raffel et al. 2020, sections 3.1.4 and 3.3).
 
-    Random spans of the tokens are noise. In the inputs, a sentinel replaces every span of noise. In
-    the targets, a sentinel replaces every span of the other tokens, so that the targets contain the
-    noise. This class computes the same examples as T5's `denoise` with `random_spans_noise_mask`,
-    `noise_span_to_unique_sentinel` and `nonnoise_span_to_unique_sentinel`.
+    Random spans of tokens are chosen as noise. In the inputs, a sentinel replaces every span of
+    noise. In the targets, a sentinel replaces every span of other tokens, so that the targets
+    contain the noise tokens. This class computes the same examples as T5's `denoise` with
+    `random_spans_noise_mask`, `noise_span_to_unique_sentinel` and
+    `nonnoise_span_to_unique_sentinel`.
 
-    The first sentinel is ``<extra_id_0>``, which has the last id of the vocabulary. Each following
-    sentinel has the next lower id. As in T5, a segment with more spans than there are sentinels
+    The first sentinel is ``<extra_id_0>``, which has the last id of the vocabulary. The id of each
+    following sentinel is lower by one. As in T5, a segment with more spans than there are sentinels
     also uses the ids below the sentinels.
 
     Attributes:
-      density: the share of the tokens that are noise.
+      density: the fraction of tokens that are noise.
       mean_span: the mean length of the spans of noise in tokens. `None` means a single span at the
         end, as in UL2's S-denoising.
       mode: token ids to put before the inputs, such as UL2's mode token.
@@ -177,9 +178,9 @@ class Denoising(SegmentObjective):
         token shorter.
 
         This method is like T5's `random_spans_helper`, with one difference. T5's function computes
-        in float64, but T5's mask is computed in float32 and has at least one span. For some
+        in float64, but the noise mask is computed in float32 and has at least one span. For some
         lengths, T5's segments are therefore one or two tokens too short. This method computes in
-        float32, as the mask does.
+        float32, like the noise mask.
 
         Args:
           inputs_length: the largest number of input tokens.
@@ -206,7 +207,10 @@ class Denoising(SegmentObjective):
         return tokens
 
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
-        """Returns inputs and targets with sentinels. The noise mask uses part 0 of `draws`."""
+        """Returns inputs and targets with sentinels.
+
+        The noise mask is drawn from ``draws.fork(0)``.
+        """
         noise = noise_mask(len(tokens), self.density, self.mean_span, draws.fork(0))
         inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
         targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
@@ -226,7 +230,7 @@ def span_counts(length: int, density: float, mean_span: float | None) -> tuple[i
 
     Args:
       length: the number of tokens, at least 2.
-      density: the share of the tokens that are noise.
+      density: the fraction of tokens that are noise.
       mean_span: the mean length of a span of noise in tokens, or `None` for a single span.
     """
     num_noise = int(np.round(np.float32(length) * np.float32(density)))
@@ -234,7 +238,7 @@ def span_counts(length: int, density: float, mean_span: float | None) -> tuple[i
     if mean_span is None:
         return num_noise, 1
     num_spans = int(np.round(np.float32(num_noise) / np.float32(mean_span)))
-    # Every span of noise follows at least one token that is not noise.
+    # Every span of noise must follow at least one token that is not noise.
     return num_noise, min(max(num_spans, 1), length - num_noise)
 
 
@@ -252,8 +256,8 @@ def noise_mask(length: int, density: float, mean_span: float | None, draws: Draw
     num_noise, num_spans = span_counts(extended, density, mean_span)
     noise = _random_partition(num_noise, num_spans, draws)
     kept = _random_partition(extended - num_noise, num_spans, draws)
-    # The array `spans`, [2 · num_spans], holds the lengths of all spans in their order. The first
-    # span is not noise.
+    # `spans` [2 · num_spans] holds the lengths of all spans in order, beginning with a span that is
+    # not noise.
     spans = np.stack([kept, noise], axis=1).reshape(-1)
     return np.repeat(np.arange(2 * num_spans) % 2 == 1, spans)[:length]
 
@@ -261,9 +265,10 @@ def noise_mask(length: int, density: float, mean_span: float | None, draws: Draw
 def _random_partition(total: int, parts: int, draws: Draws) -> np.ndarray:
     """Divides `total` items into `parts` non-empty parts, and returns their lengths ``[parts]``.
 
-    All divisions have the same probability.
+    All divisions are equally likely.
     """
-    # The first item begins the first part. The other parts begin at `parts - 1` of the other items.
+    # The first item always begins a part. The other parts begin at `parts - 1` of the other items,
+    # which are chosen at random.
     is_start = (np.arange(total - 1) < parts - 1)[draws.permutation(total - 1)]
     return np.diff(np.flatnonzero(is_start) + 1, prepend=0, append=total)
 
@@ -277,7 +282,7 @@ def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) ->
     Args:
       tokens: the token ids.
       marked: a mask of the tokens to replace, bool ``[tokens]``.
-      vocab_size: the number of ids, including sentinels.
+      vocab_size: the number of token ids in the vocabulary, including sentinels.
 
     Returns:
       The token ids ``[n]``, where n is the number of unmarked tokens plus the number of spans.
@@ -296,7 +301,7 @@ class FullLM(SegmentObjective):
 
     Attributes:
       document_eos: whether every document ends with EOS and segments do not, as in T5's `full_lm`.
-        If it is `False`, every segment ends with EOS and documents do not, as in T5's
+        If `document_eos` is `False`, every segment ends with EOS and documents do not, as in T5's
         ``objectives/lm.gin``.
     """
 
@@ -307,7 +312,7 @@ class FullLM(SegmentObjective):
     def segment_length(self, form: ExampleFormat) -> int:
         """Returns the number of tokens of a segment.
 
-        The segment fills the targets, together with EOS if segments end with EOS.
+        The length is `targets_length`, or one less if every segment ends with EOS.
         """
         _check_length("targets", form, 2, "FullLM")
         return form.targets_length if self.document_eos else form.targets_length - 1
@@ -327,14 +332,14 @@ class FullLM(SegmentObjective):
 class PrefixLM(SegmentObjective):
     """Prefix language modeling, in which a random prefix is the input and the rest is the target.
 
-    The prefix and the rest both have at least one token. All lengths of the prefix have the same
-    probability, as in T5's `random_prefix_noise_mask` (Raffel et al. 2020, section 3.2.3).
+    The prefix and the rest both have at least one token. All lengths of the prefix are equally
+    likely, as in T5's `random_prefix_noise_mask` (Raffel et al. 2020, section 3.2.3).
     """
 
     documents: Count = 1
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment, which is `inputs_length` without EOS."""
+        """Returns the number of tokens of a segment, which is `inputs_length` minus one for EOS."""
         _check_length("inputs", form, 2, "PrefixLM")
         _check_length("targets", form, 2, "PrefixLM")
         return form.inputs_length - 1
@@ -355,12 +360,12 @@ class MaskedLM(SegmentObjective):
     """Masked language modeling for encoders (Devlin et al. 2019, section 3.1 and appendix A.1).
 
     Of n tokens, ``max(1, round(n · density))`` are chosen at random. The encoder predicts the
-    chosen tokens. In the inputs, a chosen token is replaced by the mask token or by a random token,
-    or it stays as it is. The targets of all other tokens are padding, so these targets do not
+    chosen tokens. In the inputs, a chosen token is replaced by the mask token, replaced by a random
+    token, or left unchanged. The targets of all other tokens are padding, so these targets do not
     contribute to the loss.
 
     Attributes:
-      density: the share of the tokens that are chosen.
+      density: the fraction of tokens that are chosen.
       mask_share: the probability that a chosen token becomes the mask token. The sum of
         `mask_share` and `random_share` must be at most 1.
       random_share: the probability that a chosen token becomes a random token of the vocabulary.
@@ -375,9 +380,10 @@ class MaskedLM(SegmentObjective):
     documents: Count = GROUP
 
     def segment_length(self, form: ExampleFormat) -> int:
-        """Returns the number of tokens of a segment, which is `inputs_length` without EOS.
+        """Returns the number of tokens of a segment, which is `inputs_length` minus one for EOS.
 
-        The setting `targets_length` must be at least `inputs_length`.
+        The targets must be as long as the inputs, so `targets_length` must be at least
+        `inputs_length`.
         """
         _check_length("inputs", form, 2, "MaskedLM")
         reason = f"MaskedLM with inputs_length={form.inputs_length}"
@@ -387,8 +393,8 @@ class MaskedLM(SegmentObjective):
     def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
         """Returns inputs and targets of equal length.
 
-        Part 0 of `draws` chooses the tokens to predict. Part 1 of `draws` decides what replaces
-        each of these tokens.
+        The tokens to predict are drawn from ``draws.fork(0)``, and their replacements from
+        ``draws.fork(1)``.
         """
         count = max(1, round(len(tokens) * self.density))
         chosen = draws.fork(0).permutation(len(tokens)) < count
@@ -412,8 +418,9 @@ def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
     ids = {form.ids.padding, form.ids.start, *form.ids.ends}
     special = sorted(id for id in ids if RESERVED <= id < form.vocab_size)
     tokens = draws.integers(count, low=RESERVED, high=form.vocab_size - len(special))
-    # The range of the random ids is smaller by the number of special ids. Ids that are greater than
-    # or equal to a special id are increased by one, so that no special id remains.
+    # The ids are drawn from a range that is shorter by the number of special ids. Ids that are
+    # greater than or equal to a special id are then increased by one, so that special ids are
+    # skipped.
     for id in special:
         tokens = tokens + (tokens >= id)
     return tokens
@@ -422,7 +429,7 @@ def _random_tokens(draws: Draws, count: int, form: ExampleFormat) -> np.ndarray:
 @register
 @dataclasses.dataclass(frozen=True)
 class ObjectiveMixture(Objective):
-    """A mixture of objectives, one of which is drawn by its rate for every segment.
+    """A mixture, which draws an objective for every segment in proportion to the objective's rate.
 
     The segment has the length that the drawn objective needs.
 
@@ -459,7 +466,7 @@ The mode tokens of UL2 are not included.
 """
 
 OBJECTIVES: dict[str, Objective] = {
-    # T5 uses a mean span of 3.
+    # T5 uses the objective whose spans have a mean length of 3 tokens.
     **{f"span_{n}_15_u_u": Denoising(mean_span=float(n)) for n in (2, 3, 5, 10)},
     "prefix_lm": PrefixLM(),
     "lm": FullLM(document_eos=False),
@@ -478,19 +485,20 @@ means that every span has a unique sentinel.
 def _with_eos(tokens: np.ndarray, length: int, eos: int) -> np.ndarray:
     """Returns at most ``length - 1`` tokens followed by EOS, int32.
 
-    The function computes the same as SeqIO's `append_eos_after_trim`.
+    SeqIO's `append_eos_after_trim` returns the same tokens.
     """
     return np.append(tokens[: length - 1], eos).astype(np.int32)
 
 
 def _check_length(side: str, form: ExampleFormat, needed: int, reason: str) -> None:
-    """Raises a `ValueError` if the inputs or the targets have fewer than `needed` tokens.
+    """Raises a `ValueError` if the length of the inputs or of the targets is less than `needed`.
 
     Args:
       side: ``inputs`` or ``targets``.
       form: the lengths of examples.
       needed: the smallest length that is allowed.
-      reason: what needs this length, for the message.
+      reason: what the needed length is for, such as the name of the objective. It ends the error
+        message.
     """
     length = getattr(form, f"{side}_length")
     if length < needed:

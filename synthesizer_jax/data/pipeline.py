@@ -1,11 +1,12 @@
-"""Makes the training batches of a mixture in an order that can be saved, restored and split.
+"""Makes the training batches of a mixture from a stream whose position can be saved and restored.
 
-A stream consists of V virtual shards. Each shard repeatedly draws a task by its rate and takes the
-shard's next example of this task. A batch of B rows contains B/V rows of each shard, in the order
-of the shards. The order of examples is therefore the same for any number of hosts.
+A stream consists of V virtual shards. Each shard repeatedly draws a task in proportion to the
+task's rate, and takes the shard's next example of this task. A batch of B rows contains B/V rows of
+each shard, in the order of the shards. The order of examples is therefore the same for any number
+of hosts.
 
 All random numbers are functions of counters (see `task_streams.ExampleStream`). The position of a
-shard therefore consists of a few exact numbers and the examples that wait for a row.
+shard therefore consists of a few integers and the examples that are not in a row yet.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Position: TypeAlias = dict[int, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A task from which a stream draws.
+    """A task from which a stream draws examples.
 
     Attributes:
       rate: the rate of the task, relative to the rates of the other members.
@@ -72,14 +73,17 @@ class Member:
 
 
 class VirtualShard:
-    """One of a fixed number of slices of the data. The task of every example is drawn by its rate.
+    """A virtual shard, which is one of a fixed number of slices of the data.
+
+    The shard draws the task of every example in proportion to the task's rate.
 
     Args:
-      streams: this shard's stream of every task.
+      streams: the streams of this shard, one for each task.
       rates: the relative rate of every task.
       config: the lengths, the batch size, and how examples are grouped into rows.
-      seed: the seed of the choice of tasks.
-      classes: the classes that replace the targets, or `None` if targets remain texts.
+      seed: the seed for drawing tasks.
+      classes: the classes whose indices replace the targets, or `None` if targets are sequences of
+        tokens.
 
     Attributes:
       rows: the `Packer` or `LengthSorter` that groups the examples into rows.
@@ -100,7 +104,8 @@ class VirtualShard:
         cumulative_rates = np.cumsum(rates, dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws = 0
-        # The attribute `_choices` holds the tasks of this block of draws. No block is drawn yet.
+        # Tasks are drawn in blocks, and `_choices` holds the tasks of the current block. No block
+        # is drawn yet.
         self._block = -1
         self.rows: Packer | LengthSorter
         if config.buckets:
@@ -111,7 +116,7 @@ class VirtualShard:
                 self._take,
                 (config.inputs_length, config.targets_length),
                 max_segments=config.segments_per_row,
-                # A window of one example packs nothing, so every row holds one example.
+                # With only one example to choose from, the packer puts one example into each row.
                 window=WINDOW if config.pack else 1,
             )
 
@@ -119,13 +124,16 @@ class VirtualShard:
         """Returns the position after the last row.
 
         The position consists of the number of draws, the position of every task's stream, and the
-        examples that wait for a row.
+        examples that are not in a row yet.
         """
         members = [stream.position() for stream in self._streams]
         return {"draws": self._num_draws, "members": members, "pending": self.rows.pending}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continues after a position that `position` returned. Token ids in it may be lists."""
+        """Continues after a position that `position` returned.
+
+        Token ids in the position may be lists instead of arrays.
+        """
         self._num_draws = position["draws"]
         for stream, member in zip(self._streams, position["members"], strict=True):
             stream.restore(member)
@@ -140,7 +148,7 @@ class VirtualShard:
         drawn = []
         for _ in range(count):
             block, offset = divmod(self._num_draws, CHUNK)
-            # The tasks of a block of draws are chosen at once, which is faster than one by one.
+            # Drawing the tasks of a whole block at once is faster than drawing them one by one.
             if block != self._block:
                 bits = random_bits(self._seed, block, count=CHUNK)
                 # The upper 53 bits of each number give a float64 in [0, 1).
@@ -171,7 +179,8 @@ class Stream:
       ids: the special ids of the model that reads the batches.
       shards: the indices of the virtual shards that this process reads, in order. `None` means all
         shards. If shards are given, a batch contains only the rows of these shards, and only their
-        positions are restored. With buckets, the positions of all shards are restored.
+        positions are restored. If the configuration has buckets, the positions of all shards are
+        restored.
       saved: the indices of the shards whose positions this process saves. `None` means all shards
         that this process reads.
 
@@ -220,7 +229,7 @@ class Stream:
         if self.config.buckets:
             every_row = itertools.chain.from_iterable(rows.values())
             lengths = smallest_bucket(every_row, self.config.shapes)
-        # Only this process' rows are laid out.
+        # The batch of this process contains only the rows of its own shards.
         own_rows = [row for index in self._read for row in rows[index]]
         return assemble_batch(own_rows, self.config, lengths=lengths, ids=self._form.ids)
 
@@ -253,13 +262,14 @@ class Stream:
           directory: the directory that `save` has written.
 
         Raises:
-          ValueError: if the position belongs to another stream, or the file of a shard is missing.
+          ValueError: if the position belongs to a different stream, or the file of a shard is
+            missing.
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
-        # A field that is missing in the saved settings or in the current settings has its default.
-        # Earlier versions did not save the numbers of examples. A missing number of examples is
-        # therefore taken from the current settings.
+        # If a field is missing in the saved or in the current settings, the field has its default
+        # there. Earlier versions did not save the numbers of examples. A missing number of examples
+        # is therefore taken from the current settings.
         omitted = _DEFAULTS | {k: v for k, v in current.items() if k.startswith("examples of ")}
         for key in sorted(saved.keys() | current.keys()):
             was = saved.get(key, omitted.get(key))
@@ -277,12 +287,12 @@ class Stream:
             shard.restore(json.loads(path.read_text(encoding="utf-8")))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything that must be equal for a saved position to be valid, as flat JSON.
+        """Returns the settings on which the meaning of a position depends, as flat JSON.
 
-        The checksum of a task is the checksum of its first record. The checksum depends on the
-        vocabulary, the data set and the preprocessing. Fields of `DataConfig` that have their
-        defaults are omitted. Later versions can therefore add fields and still restore earlier
-        positions.
+        A saved position is valid only if these settings have not changed. The checksum of a task is
+        the checksum of its first record. The checksum depends on the vocabulary, the data set and
+        the preprocessing. Fields of `DataConfig` that have their defaults are omitted. Later
+        versions can therefore add fields and still restore earlier positions.
         """
         config = self.config
         settings: dict[str, object] = {
@@ -336,14 +346,14 @@ class Stream:
 
 
 class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
-    """Makes the batches of a stream in a thread before they are needed.
+    """Makes the batches of a stream in a background thread before they are needed.
 
     The saved position is the position after the last batch that was taken. Batches that were made
     but not taken are not counted. Use the stream as a context manager, so that the thread stops at
     the end.
 
     Args:
-      stream: the stream. Nothing else may use this stream from now on.
+      stream: the stream. The caller must not use the stream after passing it.
     """
 
     def __init__(self, stream: Stream):
@@ -358,7 +368,7 @@ class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
         self._thread.shutdown(cancel_futures=True)
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns the next batch, and keeps `DEPTH` batches in preparation."""
+        """Returns the next batch, while the thread prepares the `DEPTH` batches after it."""
         while len(self._ahead) <= DEPTH:
             self._ahead.append(
                 self._thread.submit(lambda: (next(self._stream), self._stream.position()))

@@ -1,4 +1,4 @@
-"""Reads prepared tasks, which are the tokens of tasks in the files of a data directory.
+"""Reads prepared tasks, which are tasks whose tokenized examples are stored in a data directory.
 
 The directory ``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` belongs to one split of a task and one
 vocabulary. This directory holds ``info.json`` and ArrayRecord files, which contain the tokens in
@@ -77,20 +77,20 @@ class PreparedInfo:
         numbers of rows of the split's files. The description changes if the data is written again.
         `None` means that it is not known.
       source_rows: the number of stored rows, or `None` if it is not known.
-      epochs: how many times the rows were read. In each epoch, the random steps of the task draw
-        other numbers.
+      epochs: how many times the rows were read. The random steps of the task draw different numbers
+        in each epoch.
       lengths: the maximum lengths of inputs and targets for which the split was prepared. `None`
-        means that it can be read with any lengths.
+        means that the split can be read with any lengths.
       keep_last: the numbers of tokens at the end of inputs and of targets that truncation never
         removes. These tokens are EOS and anything else that the task appends.
       has_inputs: whether the examples have inputs.
       has_rows: whether the rows that evaluation needs were written.
       examples: the number of examples.
-      tokens: the total numbers of tokens of inputs and of targets.
+      tokens: the total number of input tokens, and the total number of target tokens.
       files: the number of examples of each file, by file name and in stored order.
       checksum: the CRC-32 of the first record.
-      targets: the number of targets to which each description applies, such as `HIDDEN`. Earlier
-        versions did not count targets.
+      targets: a dictionary that maps a description of targets, such as `HIDDEN`, to the number of
+        targets that it describes. Earlier versions did not count targets.
       rows_digests: the SHA-256 of each file of rows, by the name of its file of tokens. Earlier
         versions did not write digests, and a file without a digest is not verified.
     """
@@ -143,8 +143,8 @@ class PreparedTasks:
     def find(self, task: str, split: str) -> PreparedInfo | None:
         """Returns the description of a prepared split.
 
-        The result is `None` if the split is not prepared, or if it is prepared in another version
-        of the format.
+        The result is `None` if the split is not prepared, or if the prepared files have a different
+        version of the format.
 
         Raises:
           ValueError: if ``info.json`` is damaged.
@@ -243,15 +243,15 @@ class RaggedTokens(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> RaggedTokens:
-        """Returns an object that holds the given sequences."""
+        """Returns the given sequences as a `RaggedTokens`."""
         ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
         return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
 
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
         """Returns the sequences after truncating each of them to at most `limit` tokens.
 
-        The last `keep_last` tokens of a sequence always remain, and tokens before the last
-        `keep_last` are dropped. EOS therefore remains at the end.
+        The last `keep_last` tokens of a sequence always remain. If a sequence is too long, tokens
+        before its last `keep_last` tokens are dropped, so that EOS remains at the end.
         """
         before, after = self._offsets()
         keep_last = min(keep_last, limit)
@@ -263,7 +263,7 @@ class RaggedTokens(NamedTuple):
         return self._select((after > 0) | (self.ids != eos))
 
     def _offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how many tokens of the same sequence come before and after every token.
+        """Returns how many tokens come before and after every token in its own sequence.
 
         Both returned arrays are int64 ``[tokens]``.
         """
@@ -304,7 +304,8 @@ class Chunk:
 
         Args:
           lengths: the largest numbers of tokens of ``inputs`` and ``targets``.
-          keep_last: the numbers of tokens at the end of ``inputs`` and ``targets`` that remain.
+          keep_last: the numbers of tokens at the end of ``inputs`` and ``targets`` that are never
+            dropped.
         """
         return Chunk(
             self.inputs.truncate(lengths["inputs"], keep_last=keep_last["inputs"]),
@@ -319,7 +320,10 @@ class Chunk:
         return Chunk(RaggedTokens.of([()] * len(self)), self.targets.without_eos(eos))
 
     def to_bytes(self) -> bytes:
-        """Returns the examples as a record. The first lines of this module describe its format."""
+        """Returns the examples as a record.
+
+        The docstring of this module describes the format of a record.
+        """
         sides = (self.inputs, self.targets)
         largest = max(int(side.ids.max(initial=0)) for side in sides)
         width = 2 if largest < 2**16 else 4
@@ -355,7 +359,8 @@ class PreparedExamples:
     """The examples of a prepared split, which are read when they are needed.
 
     The examples are read record by record. If there are at most `RESIDENT` examples, all records
-    that were read stay in memory. Otherwise, only the last `KEPT_CHUNKS` records stay in memory.
+    that were read stay in memory. If there are more examples, only the last `KEPT_CHUNKS` records
+    stay in memory.
 
     Args:
       prepared: where the files are.
@@ -476,8 +481,8 @@ class PreparedExamples:
             chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
         self._chunks[number] = chunk
         if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
-            # A dictionary keeps the order of insertion. The first key therefore belongs to the
-            # record that was read first, and this record is dropped.
+            # A dictionary keeps the order of insertion, so its first key belongs to the record that
+            # was read first. This record is dropped.
             del self._chunks[next(iter(self._chunks))]
         return chunk
 
@@ -499,7 +504,7 @@ def rows_file(name: str) -> str:
 
 
 def _is_numeric(value: object) -> bool:
-    """Returns whether a value of a row is a list of numbers, which becomes an array."""
+    """Returns whether a value of a row is a list of numbers, which is converted to an array."""
     return isinstance(value, list) and not any(isinstance(x, bytes | str) for x in value)
 
 

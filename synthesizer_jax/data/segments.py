@@ -30,9 +30,9 @@ class SegmentStream:
     Documents are read in the order of `ExampleStream`, and empty documents are dropped. If a
     document is long, only a random chunk of it is read. A group of documents
     (`SegmentObjective.documents`) is concatenated without padding and then split into segments.
-    T5's `select_random_chunk`, `reduce_concat_tokens` and `split_tokens` do the same. No group
-    contains documents of two epochs. All random numbers are a function of the seed and of the
-    position of the group, so the noise is different in every epoch.
+    These steps are the same as those of T5's `select_random_chunk`, `reduce_concat_tokens` and
+    `split_tokens`. All documents of a group belong to the same epoch. All random numbers are a
+    function of the seed and of the position of the group, so the noise is different in every epoch.
 
     Args:
       documents: all documents of a task. The documents have no inputs, and their targets are token
@@ -40,7 +40,8 @@ class SegmentStream:
       objective: the objective that makes the examples.
       form: the lengths of the examples, and the vocabulary.
       shard: the index of the virtual shard, and the number of shards.
-      seed: the seed of the order, the chunks, the choice of objectives and the noise.
+      seed: the seed of all random choices: the order of documents, the chunks, the objectives and
+        the noise.
       shuffle: whether the documents are shuffled.
 
     Raises:
@@ -97,14 +98,14 @@ class SegmentStream:
         self._num_taken = num_taken
 
     def _draws(self, part: int) -> Draws:
-        """Returns the random numbers for a part of the current group."""
+        """Returns the random numbers for a part of the current group, such as `_CHUNKS`."""
         return Draws(self._seed, *self._start, part)
 
     def _read_group(self) -> None:
         """Reads the next group of documents and splits it into segments.
 
-        For every segment, an objective is drawn by its rate. The objective determines the length of
-        the segment.
+        For every segment, an objective is drawn in proportion to its rate. The objective determines
+        the length of the segment.
         """
         self._start, self._num_taken = self._source.position(), 0
         tokens = np.concatenate(self._read_documents())
@@ -145,7 +146,7 @@ class SegmentStream:
                     tokens = np.append(tokens, self._form.ids.end)
                 group.append(tokens.astype(np.int32))
             elif not group and epoch > first_epoch + 1:
-                # If a whole epoch has no tokens, this loop would never end.
+                # If no document of this shard contained a token, this loop would never end.
                 raise ValueError(f"{self.name} contains no tokens. Check how it is read.")
         return group
 
@@ -156,8 +157,8 @@ def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray
     Chunks begin at multiples of `length`. A document with at most `length` tokens is returned
     whole.
     """
-    # A short document draws no random number. A short document therefore does not change the
-    # numbers that later documents draw.
+    # No random number is drawn for a short document, so short documents do not change the random
+    # chunks of later documents.
     if len(tokens) <= length:
         return tokens
     (chunk,) = draws.integers(1, low=0, high=-(-len(tokens) // length)).tolist()

@@ -70,7 +70,7 @@ class Vocabulary(abc.ABC):
     """Converts between text and token ids (Raffel et al. 2020, section 2.1).
 
     Attributes:
-      unk_id: the id of text that no piece covers.
+      unk_id: the id for text that no piece of the vocabulary covers.
       eos_id: the id of the end of a text (EOS).
     """
 
@@ -80,7 +80,7 @@ class Vocabulary(abc.ABC):
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """The number of ids, including sentinels."""
+        """The number of token ids, including sentinels."""
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -88,13 +88,16 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the ids before the first EOS. Ids out of range give unknown text."""
+        """Returns the text of the ids before the first EOS.
+
+        Ids outside the vocabulary are decoded as unknown text.
+        """
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
-        """Returns the bytes that each id adds to a text.
+        """Returns the bytes that each token id adds to the decoded text.
 
         Args:
-          size: the number of ids, counted from 0.
+          size: the number of token ids. The ids are 0 to ``size - 1``.
           first: whether the id is the first token of the text. Most SentencePiece vocabularies drop
             the space before a first token.
 
@@ -105,10 +108,10 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def contents(self) -> bytes:
-        """Returns bytes that determine what the vocabulary encodes and decodes."""
+        """Returns bytes that identify how the vocabulary encodes and decodes texts."""
 
     def is_text(self, id: int) -> bool:
-        """Returns whether the tokens of a text can have this id."""
+        """Returns whether a token of a text can have this id."""
         return id > EOS
 
     def check_ids(self, ids: SpecialIds) -> None:
@@ -138,14 +141,14 @@ class Vocabulary(abc.ABC):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that identify what the vocabulary encodes.
+        """A digest of the vocabulary's contents, as 16 hexadecimal digits.
 
         The digits do not depend on the path of the file.
         """
         return hashlib.sha256(self.contents()).hexdigest()[:16]
 
     def build(self) -> Self:
-        """Returns the vocabulary. If it has a file, the file is read now."""
+        """Returns the vocabulary, after reading its file if it has one."""
         return self
 
 
@@ -154,8 +157,8 @@ class Vocabulary(abc.ABC):
 class Bytes(Vocabulary):
     """A vocabulary of UTF-8 bytes, as in ByT5, which needs no file.
 
-    Padding has the id 0, EOS has the id 1, and unknown text has the id 2. The 256 bytes come next,
-    and the sentinels come last. Decoding omits sentinels and invalid UTF-8.
+    Padding has the id 0, EOS has the id 1, and unknown text has the id 2. The next 256 ids stand
+    for bytes, and the last ids are sentinels. Decoding omits sentinels and invalid UTF-8.
 
     Attributes:
       extra_ids: the number of sentinels.
@@ -198,14 +201,14 @@ class SentencePiece(Vocabulary):
     """A vocabulary in a SentencePiece model file, such as T5's ``spiece.model``.
 
     The file is read when the vocabulary is used for the first time, or by `build`. In T5's file,
-    padding has the id 0, EOS 1 and unknown text 2.
+    padding has the id 0, EOS has the id 1, and unknown text has the id 2.
 
     Attributes:
       path: the path of the file, on a disk or in a bucket (``gs://…``).
       extra_ids: the number of sentinels to add after the pieces of the file. Use 100 for T5's file
         of 32,000 pieces, and 0 for a file that contains its sentinels.
-      bos: whether inputs begin with the file's BOS, as for Gemma. If `bos` is set, inputs do not
-        end with EOS, except with a byte-level BPE.
+      bos: whether inputs begin with the file's BOS, as in Gemma. If `bos` is set, inputs do not end
+        with EOS, unless the file is a byte-level BPE.
     """
 
     path: str
@@ -267,7 +270,7 @@ class SentencePiece(Vocabulary):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that identify what the vocabulary encodes.
+        """A digest of the vocabulary's contents, as 16 hexadecimal digits.
 
         The digits do not depend on the path of the file. If `bos` is set, ``b`` is appended.
         """
@@ -348,8 +351,8 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
       extra_ids: the number of sentinels to add.
 
     Raises:
-      ValueError: if the file is damaged or no SentencePiece model, or if sentinels are to be added
-        and it has some already.
+      ValueError: if the file is damaged, if it is not a SentencePiece model, or if sentinels are to
+        be added but the file already contains sentinels.
     """
     import sentencepiece
     from google.protobuf.message import DecodeError
@@ -363,7 +366,7 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
             raise ValueError(
                 f"{path} contains sentinels already. Set vocabulary.extra_ids=0, or --extra-ids 0."
             )
-        # The numbers of the sentinels count down, so that `<extra_id_0>` has the last id.
+        # Add the sentinels in descending order, so that `<extra_id_0>` has the last id.
         for i in reversed(range(extra_ids)):
             kind = model.SentencePiece.USER_DEFINED
             model.pieces.add(piece=f"▁<extra_id_{i}>", score=0.0, type=kind)
@@ -403,9 +406,9 @@ def train_sentencepiece(
                 unk_id=UNKNOWN,
                 bos_id=-1,
                 character_coverage=1.0,
-                num_threads=1,  # the result must not depend on the machine
+                num_threads=1,  # the result would depend on the number of threads
                 minloglevel=2,
-                max_sentence_length=2**30,  # number of bytes; longer texts would be left out
+                max_sentence_length=2**30,  # in bytes; longer texts would be ignored
             )
         except RuntimeError as error:
             raise ValueError(
@@ -416,12 +419,12 @@ def train_sentencepiece(
 def index_by_tokens(
     words: Sequence[str], vocabulary: Vocabulary, *, owner: str, length: int | None = None
 ) -> dict[tuple[int, ...], int]:
-    """Returns the index of every label word by its token ids, which include EOS.
+    """Returns a dictionary that maps the token ids of every label word, with EOS, to its index.
 
     Args:
       words: the label words.
       vocabulary: the vocabulary that encodes them.
-      owner: the name of the owner of the words, for messages.
+      owner: the name of what the words belong to, for error messages.
       length: the maximum number of tokens, including EOS. Longer words are truncated before EOS.
         `None` means that there is no limit.
 
@@ -465,8 +468,8 @@ class Classes:
           owner: the name of the task and split of the target, for messages.
 
         Raises:
-          ValueError: if the target is not one of the classes. For example, the label of the example
-            may be hidden.
+          ValueError: if the target is not one of the classes, for example because the label of the
+            example is hidden.
         """
         index = self._indices.get(tuple(target.tolist()))
         if index is None:

@@ -1,1 +1,1 @@
-"""Functions for the processes of a run: groups, signals, and the cache of compiled programs."""
+"""Functions for the processes of a run: process groups, signals, and the compilation cache."""

@@ -1,4 +1,4 @@
-"""The persistent cache of compiled programs, which lets a program start faster the next time."""
+"""The persistent cache of compiled programs, which lets a command start faster the next time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def enable_compilation_cache() -> None:
     """Makes JAX cache compiled programs in ``$XDG_CACHE_HOME/synthesizer_jax/compiled``.
 
     The function does nothing if this directory is not writable, or if the environment variable
-    ``JAX_COMPILATION_CACHE_DIR`` names another directory. The function sets environment variables
-    of JAX, so that commands that do not need JAX do not import it.
+    ``JAX_COMPILATION_CACHE_DIR`` already names a directory. The function only sets environment
+    variables that JAX reads, so that commands that do not need JAX do not have to import it.
     """
     if VARIABLE in os.environ:
         return
@@ -33,9 +33,10 @@ def enable_compilation_cache() -> None:
     if not os.access(directory, os.W_OK):
         return
 
-    # JAX writes each program to a file, and then the time of the program's last use to a second
-    # file. If a process was killed before it wrote the second file, JAX would warn about the
-    # program at every start. Programs without the second file are therefore removed.
+    # For each compiled program, JAX writes a file with the program, and then a second file with the
+    # time of the program's last use. If a process was killed before it wrote the second file, JAX
+    # would warn about the program at every start. Programs without the second file are therefore
+    # removed.
     for program in directory.glob("*-cache"):
         time_of_use = program.with_name(f"{program.name.removesuffix('cache')}atime")
         if not time_of_use.exists():
@@ -43,6 +44,6 @@ def enable_compilation_cache() -> None:
 
     os.environ[VARIABLE] = str(directory)
     os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
-    # At its start, a command compiles dozens of small programs. Reading a small program from the
-    # cache is faster than compiling it again.
+    # Cache small programs too. When a command starts, it compiles dozens of small programs, and
+    # reading a small program from the cache is faster than compiling it again.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

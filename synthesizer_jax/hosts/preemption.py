@@ -41,19 +41,20 @@ class StopSignal:
     """Context manager that lets a run save a checkpoint and exit after SIGTERM or SIGINT (Ctrl-C).
 
     The training loop checks `received` between two steps. Work that may block for long, such as a
-    compilation, is done inside a `region()`. While a region runs, the state is already saved or
-    there is no state yet. Inside a region, signals therefore end the process at once, as they do by
-    default. A signal handler in Python could not end a compilation, because Python runs signal
-    handlers only after the compilation. A second SIGINT ends the process at once, both inside and
-    outside a region.
+    compilation, is done inside a `region()`. While a region runs, there is no unsaved state. Inside
+    a region, a signal therefore ends the process at once, which is the default behavior of a
+    signal. A signal handler that is written in Python could not interrupt a compilation, because
+    Python would run the handler only after the compilation. A second SIGINT ends the process at
+    once, both inside and outside a region.
 
     If a run has several processes, all processes stop together after the same step. In every step,
-    the processes compare which signals they have received. If there are several processes, a region
-    always runs to its end.
+    the processes tell each other which signals they have received. If a run has several processes,
+    a signal does not interrupt a region.
 
-    A `StopSignal` must be used on the main thread. A signal that was ignored before, as under
-    `nohup` or in a background process of a shell, stays ignored. In a notebook, an interactive
-    interpreter or a container without an init process, a region runs to its end.
+    A `StopSignal` must be used on the main thread. A signal that the process already ignores, for
+    example under `nohup` or in the background of a shell, is still ignored. In a notebook, an
+    interactive interpreter or a container without an init process, a signal does not interrupt a
+    region.
 
     Attributes:
       received: the number of the signal that this process has received, or 0.
@@ -75,7 +76,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _record(self, number: int, _: object = None) -> None:
-        """Records the first signal, and lets a second SIGINT end the process."""
+        """Records the first signal, and makes a second SIGINT end the process."""
         self.received = self.received or number
         if number == signal.SIGINT:
             again = signal.default_int_handler if self._interactive else signal.SIG_DFL
@@ -86,7 +87,7 @@ class StopSignal:
         """Context manager for work that may block for long while there is no unsaved state.
 
         Raises:
-          Preempted: if this process is the only one and has received a signal.
+          Preempted: if this process is the only process of the run and has received a signal.
         """
         ends = not (self._interactive or self._is_init) and processes.process_count() == 1
         self._raise_if_received()
@@ -102,7 +103,8 @@ class StopSignal:
     def _raise_if_received(self) -> None:
         """Raises `Preempted` if this is the only process and has received a signal.
 
-        If a run has several processes, the processes stop together after a step instead.
+        If a run has several processes, the method does nothing, because the processes stop together
+        after a step.
         """
         if self.received and processes.process_count() == 1:
             raise Preempted(self.received)

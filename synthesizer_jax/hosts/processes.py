@@ -87,16 +87,16 @@ def join_group(timeout: float = 300.0) -> bool:
     errors: list[BaseException] = []
 
     def initialize() -> None:
-        """Connects to the group, and stores an error for the main thread."""
+        """Connects to the group, and stores any error so that the main thread can raise it."""
         try:
-            # After JAX's own timeout, JAX ends the process with a C++ stack trace. JAX's timeout is
-            # therefore longer than the timeout of `join_group`.
+            # When JAX's own timeout expires, JAX ends the process with a C++ stack trace. JAX's
+            # timeout is therefore longer than the timeout of `join_group`.
             jax.distributed.initialize(**group, initialization_timeout=int(timeout) + 60)
         except BaseException as error:
             errors.append(error)
 
-    # The call blocks, so it runs in a separate thread. The main thread can therefore still handle
-    # signals.
+    # The call of `initialize` blocks, so it runs in a separate thread. The main thread can still
+    # handle signals.
     joining = threading.Thread(target=initialize, daemon=True)
     joining.start()
     joining.join(min(PATIENCE, timeout))
@@ -111,7 +111,7 @@ def join_group(timeout: float = 300.0) -> bool:
             "command on every host, and open the coordinator's port in the firewall."
         )
 
-    # JAX raises errors with these texts if there is no group, or if JAX is already in use.
+    # JAX raises an error with one of these texts if there is no group, or if JAX is already in use.
     expected = ("coordinator_address should be defined", "must be called before")
     for error in errors:
         if group or not any(text in str(error) for text in expected):
@@ -155,7 +155,7 @@ def process_count() -> int:
 
 
 def is_process_zero() -> bool:
-    """Returns whether this process writes the files that all processes share."""
+    """Returns whether this process is process 0, which writes the shared files of a run."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
@@ -168,8 +168,8 @@ def barrier(name: str) -> None:
 
     All processes must call `barrier` in the same order.
 
-    The barrier uses no devices. If devices waited for minutes, the runtime of a pod with several
-    slices would assume that the devices hang.
+    The barrier does not use the devices. If the devices waited at a barrier for minutes, the
+    runtime of a TPU pod with several slices would assume that the devices hang.
     """
     if process_count() > 1:
         import orbax.checkpoint as ocp
@@ -194,7 +194,8 @@ def all_gather(name: str, value: T) -> list[T]:
     barrier(name)
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))
-    # The arrays of all processes must have the same shape, so the JSON texts are padded.
+    # `process_allgather` needs arrays of the same shape from all processes, so the JSON texts are
+    # padded.
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: data.size] = data
     rows = multihost_utils.process_allgather(padded)
@@ -214,11 +215,12 @@ def process_zero_first(name: str) -> Iterator[None]:
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns a pool with one thread, for work that is abandoned if a command fails.
+    """Returns a thread pool with one thread, for work that is abandoned if a command fails.
 
-    The pool is used for compilation, because nothing can stop XLA while it compiles. Before Python
-    exits, it waits for the threads of a pool. Python does not wait for daemon threads, but a daemon
-    thread that returns from C++ while Python exits aborts the process. See `has_background_thread`.
+    The pool is used for compilation, because nothing can stop XLA while it compiles. When Python
+    exits, it waits for the threads of a thread pool. Python would not wait for a daemon thread, but
+    a daemon thread that returned from C++ code while Python exits would abort the process. See
+    `has_background_thread`.
     """
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=BACKGROUND)
 

@@ -16,18 +16,18 @@ from synthesizer_jax.training.run_directory import find_vocabulary
 
 
 def prepare_data(experiment: Experiment, data_dir: pathlib.Path | None = None) -> None:
-    """Prepares the data that `training.run.run` reads, if it is missing or outdated.
+    """Prepares the data that `training.run.run` reads, if the data is missing or outdated.
 
-    The function runs in this process, so it knows the tasks that were added in this process. It
-    imports TensorFlow. The command ``synthesizer-jax data prepare`` does the same in another
-    process.
+    The function imports TensorFlow, and can prepare tasks that were added in this process. The
+    command ``synthesizer-jax data prepare`` prepares the same data in a separate process, which
+    does not know tasks that were added in this process.
 
     Args:
       experiment: the experiment that is going to run.
       data_dir: the directory of the data sets. The default is `task_registry.default_data_dir()`.
 
     Raises:
-      FileNotFoundError: if no task of the mixture has the splits.
+      FileNotFoundError: if no task of the mixture has the splits that the experiment needs.
       ValueError: if a data set is damaged, or if the experiment has no vocabulary.
     """
     import_tensorflow()

@@ -36,9 +36,10 @@ with epy.lazy_imports():
 
 
 class Template:
-    """A text with the names of fields in braces, such as ``review: {text}``.
+    """A template for a text, with the names of fields in braces, such as ``review: {text}``.
 
-    A name with dots refers to a field of a JSON object inside a field.
+    A name with a dot, such as ``meta.title``, refers to a field (``title``) of a JSON object that
+    is the value of another field (``meta``).
 
     Args:
       text: the text with the names.
@@ -49,8 +50,8 @@ class Template:
 
     def __init__(self, text: str):
         self.text = text
-        # The method `split` also returns the text that the group of its pattern matches. The parts
-        # with odd indices are therefore the names of fields.
+        # The pattern has a group, so `split` also returns the names of fields that it matches. The
+        # names of fields are the parts with odd indices.
         self._parts = re.split(r"\{([^{}]+)\}", text)
         brace = re.search("[{}]", "".join(self._parts[::2]))
         if brace:
@@ -65,22 +66,25 @@ class Template:
         return self._parts[1::2]
 
     def __call__(self, row: Row) -> str:
-        """Returns the text for a row, which is empty if all fields of the row are blank.
+        """Returns the text for a row.
+
+        The text is empty if all fields that the template names are blank.
 
         Raises:
-          ValueError: if the row lacks a field, or if a field is not a text or number.
+          ValueError: if the row lacks a field, or if the value of a field is neither a string nor a
+            number.
         """
         values = [_field_text(row, field) for field in self.fields]
         if values and all(map(is_blank, values)):
             return ""
-        # The parts are the texts around the values, so their number is one more than the number of
-        # values.
+        # The parts with even indices are the texts around the values, so there is one more text
+        # than there are values.
         pairs = itertools.zip_longest(self._parts[::2], values, fillvalue="")
         return "".join(itertools.chain.from_iterable(pairs))
 
 
 def _field_text(row: Row, field: str) -> str:
-    """Returns a field of a row as text.
+    """Returns the value of a row's field as text.
 
     Raises:
       ValueError: see `Template`.
@@ -108,10 +112,11 @@ class FileTask:
       inputs: a function that makes the input of a row. `None` means that the task has only targets.
       targets: a function that makes the target of a row. `None` means that all targets are hidden.
       metrics: names of metrics in `METRICS`.
-      labels: the allowed targets as ``{value: word}``, in the order of their indices. A target that
-        equals a value is replaced by its word. Any other target must equal a word. If a row has an
-        input and a blank target, the target is hidden. Only splits whose names begin with ``test``
-        may have hidden targets. If `labels` is empty, targets are free text.
+      labels: a dictionary ``{value: word}`` of the allowed targets, in the order of the labels'
+        indices. A target that equals a value is replaced by its word. Any other target must equal a
+        word. If a row has an input and a blank target, the target is hidden. Only splits whose
+        names begin with ``test`` may have hidden targets. If `labels` is empty, targets are free
+        text.
     """
 
     name: str
@@ -177,7 +182,7 @@ class FileTask:
         target = self.labels.get(target, target)
         if is_blank(target):
             target = ""
-        # A hidden target of a task with inputs is not checked.
+        # If the task has inputs, the target may be hidden, and a hidden target is not checked.
         if self.inputs is None or target not in ("", UNKNOWN):
             self._check_target(target)
         if self.inputs is None:
@@ -206,14 +211,14 @@ def import_files(
       task: the task.
       splits: the files of each split.
       data_dir: a TFDS data directory.
-      renew: whether to replace an imported task of the same name. Otherwise, the splits are added
-        to the existing task.
+      renew: whether to replace an imported task of the same name. If `renew` is `False`, the splits
+        are added to the existing task.
 
     Returns:
       A report for every split.
 
     Raises:
-      ValueError: if a row is broken, if a split is empty or exists already, or if a task of this
+      ValueError: if a row is invalid, if a split is empty or exists already, or if a task of this
         package has the same name.
     """
     same_name = task_registry.TASKS.get(task.name)
@@ -244,8 +249,8 @@ def import_files(
             "metrics": list(task.metrics),
             "words": list(dict.fromkeys(task.labels.values())),
             "has_inputs": task.inputs is not None,
-            # Splits that are added later must have the same inputs. The context manager `staging`
-            # therefore compares the definitions of the tasks.
+            # Store the template of the inputs. If splits are added later, `staging` compares the
+            # definitions, so that the inputs of all splits have the same form.
             "inputs": getattr(task.inputs, "text", None),
         }
         write_atomic(directory / DEFINITION_FILE, json.dumps(definition, indent=1) + "\n")

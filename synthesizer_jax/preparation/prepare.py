@@ -1,7 +1,7 @@
 """Prepares tasks by reading and tokenizing every example of a split and writing the tokens.
 
-Large splits are written shard by shard. After an interruption, complete shards are not written
-again.
+Large splits are written shard by shard. If the preparation is interrupted and started again,
+complete shards are not written again.
 """
 
 from __future__ import annotations
@@ -77,23 +77,24 @@ def prepare(
 
     Args:
       mixture: the name of a mixture or task.
-      prepared: the data directory and the vocabulary.
+      prepared: the prepared tasks, which determine the data directory and the vocabulary.
       training_splits: the splits for training. Only the tokens of these splits are written.
       evaluation_splits: the splits for evaluation. For these splits, the tokens and everything that
         metrics need are written.
-      lengths: the lengths of inputs and targets of rows. The lengths are needed only for tasks
-        whose preprocessing depends on them.
-      epochs: how many times the rows are read. In each epoch, the random steps of the task draw
-        other numbers. The default is the number of epochs for which the split is already prepared,
+      lengths: the maximum lengths of inputs and targets. The lengths are needed only for tasks
+        whose preprocessing depends on the lengths.
+      epochs: how many times the rows are read. The random steps of the task draw different numbers
+        in each epoch. The default is the number of epochs for which the split is already prepared,
         or 1.
-      only: the names of tasks to which the preparation is limited (see `requested_splits`).
+      only: the names of the tasks to prepare. If `only` is empty, all tasks of the mixture are
+        prepared (see `requested_splits`).
       workers: the number of processes that write shards.
-      renew: whether to write splits again that are already prepared.
+      renew: whether to prepare splits again even if they are already prepared.
       setup: a function that each worker process calls first, for example to import tasks.
       log: a function that receives a line for every split.
 
     Raises:
-      FileNotFoundError: if no task has the splits.
+      FileNotFoundError: if no task of the mixture has any of the splits.
       OSError: if the disk is full.
       ValueError: if a data set is damaged, or if a task needs `lengths`.
     """
@@ -139,7 +140,7 @@ class _ShardJob:
 
     Attributes:
       request: the split.
-      prepared: the data directory and the vocabulary.
+      prepared: the prepared tasks, which determine the data directory and the vocabulary.
       options: arguments of `read_task`.
       targets_length: the maximum length of targets in rows. `None` means that the length is not
         known, or that the task consists of texts.
@@ -161,9 +162,9 @@ class Shard:
     Attributes:
       key: see `_ShardJob`.
       examples: the number of examples.
-      tokens: the total numbers of tokens of inputs and of targets.
+      tokens: the total number of input tokens, and the total number of target tokens.
       checksum: the CRC-32 of the first record.
-      rows_digest: the SHA-256 of the file of rows, or `None` if it was not written.
+      rows_digest: the SHA-256 of the file of rows, or `None` if no file of rows was written.
       targets: see `PreparedInfo`.
     """
 
@@ -196,7 +197,7 @@ def _prepare_split(
         epochs = before.epochs if before else 1
     old_names = set(before.files) if before else set()
 
-    # Counting the files also checks the classes that the data set names.
+    # The function `num_files` also checks the classes that the data set names.
     files = num_files(task, request.split, prepared)
     needs_lengths, keep_last = _truncation(task, prepared.vocabulary)
     fixed_lengths = dict(lengths or {}) if needs_lengths else None
@@ -213,11 +214,12 @@ def _prepare_split(
     num_shards = max(1, files) if is_large else 1
     count = epochs * num_shards
     names = [f"tokens-{i:05}-of-{count:05}.arrayrecord" for i in range(count)]
-    # New files must not overwrite files that info.json still describes.
+    # New files must not overwrite the files that the old info.json still describes.
     if old_names & set(names):
         names = [name.replace("tokens", "tokens-b") for name in names]
 
-    # With `renew`, the key contains random digits, so that no existing shard is kept.
+    # If `renew` is set, the key contains random digits, so that it differs from the keys of all
+    # existing shards, and no existing shard is kept.
     salt = renew and secrets.token_hex(4)
     key = json.dumps([source, fixed_lengths, epochs, request.rows, FORMAT, salt])
     options = {"with_rows": request.rows, "lengths": fixed_lengths}
@@ -286,7 +288,8 @@ def _write_shards(
 def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     """Writes a shard, unless it already exists and is complete.
 
-    A file ``.json`` beside the shard is written last. This file shows that the shard is complete.
+    A file with the suffix ``.json`` beside the shard is written last, to show that the shard is
+    complete.
     """
     done = path.with_suffix(".json")
     if done.is_file():
@@ -305,7 +308,7 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
         else:
             chunks = (chunk for chunk, _ in batches)
 
-        # The counter is complete when `write_chunks` has consumed all chunks.
+        # The generator `_count_targets` fills the counter while `write_chunks` consumes the chunks.
         counts = collections.Counter[str]()
         shard = write_chunks(_count_targets(chunks, job, task, counts), path, key=job.key)
         digest = None
@@ -317,7 +320,7 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
 
 
 def _write_rows(batches: Iterator[Batch], job: _ShardJob, path: pathlib.Path) -> Iterator[Chunk]:
-    """Yields the tokens of rows, and writes all other features of the rows to a file."""
+    """Yields the tokens of rows unchanged, and writes all other features of the rows to a file."""
     with open_atomic(path) as file:
         for tokens, rows in batches:
             for i, row in enumerate(rows):
@@ -337,8 +340,8 @@ def _count_targets(
 ) -> Iterator[Chunk]:
     """Yields the chunks unchanged, and counts targets that a user should know about.
 
-    The function counts targets that are truncated, targets that are hidden, and targets with text
-    that the vocabulary does not cover.
+    The function counts targets that training will truncate, targets that are hidden, and targets
+    that contain text that the vocabulary does not cover.
     """
     vocabulary = job.prepared.vocabulary
     limit = job.targets_length
@@ -353,11 +356,11 @@ def _count_targets(
         lengths = np.diff(ends)
         if limit is not None:
             counts[f"are cut at {limit} tokens"] += int((lengths > limit).sum())
-        # Only short targets can be hidden, so only short targets are compared.
+        # Only short targets can be hidden, so only short targets are compared with the hidden ones.
         short = np.flatnonzero(lengths <= longest_hidden).tolist()
         counts[HIDDEN] += sum(tuple(chunk[i][1].tolist()) in hidden for i in short)
         # The array `unknown` holds the number of unknown tokens before the end of each target. The
-        # differences of its entries are the numbers of unknown tokens in each target.
+        # difference between two adjacent entries is the number of unknown tokens in a target.
         unknown = np.append(0, np.cumsum(ids == vocabulary.unk_id))[ends]
         counts["hold unknown pieces"] += int(np.count_nonzero(np.diff(unknown)))
         yield chunk
@@ -402,9 +405,9 @@ def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int
     """Returns whether a task must know the lengths of rows, and how it truncates examples.
 
     Returns:
-      Two values. The first one says whether a step of the task depends on the lengths of rows in
-      another way than by truncating. The second one holds the numbers of tokens at the end of
-      inputs and of targets that truncation never removes.
+      Two values. The first value says whether any step of the task, other than truncation, depends
+      on the lengths of rows. The second value holds the numbers of tokens at the end of inputs and
+      of targets that truncation never removes.
     """
     if not isinstance(task, RegisteredTask):
         after = {"inputs": len(vocabulary.around_inputs[1]), "targets": 1}
@@ -418,7 +421,8 @@ def _truncation(task: Task, vocabulary: Vocabulary) -> tuple[bool, dict[str, int
         if step not in truncating
     )
 
-    # Only the step `append_eos_after_trim` appends EOS after truncating, so that EOS remains.
+    # EOS survives truncation only if the last step is `append_eos_after_trim`, which appends EOS
+    # after truncating.
     features = task.original.output_features
     keeps_eos = steps[-1:] == [append_eos_after_trim]
     kept = {side: int(keeps_eos and side in features and features[side].add_eos) for side in SIDES}

@@ -48,12 +48,13 @@ def read_task(
     """Yields the rows of a split, or the rows of one of its shards, in stored order.
 
     Args:
-      task: the task. SeqIO reads the tasks that are in SeqIO's registry.
+      task: the task. A task of SeqIO's registry is read with SeqIO.
       split: the name of the split.
-      prepared: the data directory and the vocabulary.
-      with_rows: whether other features than the tokens are needed. If they are not needed, they may
-        be missing.
-      lengths: the lengths of inputs and targets, for tasks whose steps depend on them.
+      prepared: the prepared tasks, which determine the data directory and the vocabulary.
+      with_rows: whether features other than the tokens are needed. If `with_rows` is `False`, these
+        features may be missing.
+      lengths: the maximum lengths of inputs and targets, for tasks whose preprocessing depends on
+        them.
       seed: the seed of the random steps of the task.
       shard: the index of the shard, and the number of shards.
     """
@@ -62,7 +63,7 @@ def read_task(
         with seqio.map_seed_manager(seed):
             texts = _read_texts(task, split, prepared.data_dir, shard)
         return to_batches(encode(texts, task, prepared.vocabulary))
-    # Read the files one after another in their order.
+    # Read the files one after another, so that the rows have the stored order.
     seqio.set_tfds_read_config_override(
         tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
     )
@@ -74,7 +75,7 @@ def read_task(
         shard_info=None if shard[1] == 1 else seqio.ShardInfo(*shard),
         try_in_mem_cache=False,
     )
-    # Gather the rows one by one, which works without knowing the ranks of features.
+    # Gather the rows one by one, because the ranks of their features may not be known.
     if with_rows:
         return _gather(rows.as_numpy_iterator())
     tokens = rows.map(lambda row: {side: row[side] for side in SIDES if side in row})
@@ -109,7 +110,7 @@ def _read_texts(
     files = list(map(str, info.splits[split].filepaths))[index::num_shards]
     read_file = file_adapters.ADAPTER_FOR_FORMAT[info.file_format].make_tf_data
     records = tf.data.Dataset.from_tensor_slices(files).flat_map(read_file)
-    # This check raises an error at the end if a file has lost rows.
+    # At the end of the data, this check raises an error if a file has fewer rows than recorded.
     counts = info.splits[split].shard_lengths[index::num_shards]
     records = records.apply(tf.data.experimental.assert_cardinality(sum(counts)))
 
@@ -118,12 +119,12 @@ def _read_texts(
     preprocess = task.preprocess or (lambda rows: rows)
 
     def parse(records: tf.Tensor) -> Row:
-        """Parses a batch of records, all of whose features are scalars."""
+        """Parses a batch of records in which all features are scalars."""
         values = tf.io.parse_example(records, stored_types)
         return {name: tf.cast(values[name], spec.dtype) for name, spec in sorted(types.items())}
 
-    # Parsing and formatting rows one by one takes longer than encoding them. Rows are therefore
-    # parsed in batches if all features are stored as scalars of the same kind.
+    # Parsing and formatting rows one by one would take longer than tokenizing them. Rows are
+    # therefore parsed in batches if all features are stored as scalars of the same kind.
     if not all(
         getattr(spec, "shape", None) == ()
         and (spec.dtype == tf.string) == (stored_types[name].dtype == tf.string)
@@ -139,7 +140,7 @@ def _read_texts(
 def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.data.Dataset:
     """Adds the token ids of inputs and targets to batches of a task's rows.
 
-    The texts remain as ``inputs_pretokenized`` and ``targets_pretokenized``.
+    The texts are kept under the names ``inputs_pretokenized`` and ``targets_pretokenized``.
 
     Raises:
       ValueError: if the rows have no targets.
@@ -151,16 +152,16 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
     # sentinel.
     sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
     first, last = vocabulary.around_inputs
-    # These are the ids that are put before and after the ids of a text.
+    # For inputs and for targets, the ids to put before and after the ids of a text.
     around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
 
     def encode_side(texts: tf.Tensor, side: str) -> tf.RaggedTensor:
-        """Returns the ids of texts, including the ids that are put before and after every text."""
+        """Returns the ids of texts, with the ids that `around` puts before and after every text."""
         if isinstance(vocabulary, SentencePiece):
             ids = theirs.encode_tf(texts)
         else:
-            # Every byte has one id. All texts are therefore encoded at once, and the ids are
-            # divided by the lengths of the texts.
+            # Every byte has one id. All texts are therefore joined and encoded at once, and the ids
+            # are then split by the lengths of the texts in bytes.
             joined = theirs.encode_tf(tf.strings.reduce_join(texts))
             ids = tf.RaggedTensor.from_row_lengths(joined, tf.strings.length(texts))
         first, last = (
@@ -176,8 +177,8 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
 
 
 def to_batches(rows: tf.data.Dataset) -> Iterator[Batch]:
-    """Yields the batches of a data set. Rows may lack inputs."""
-    # Autotuning and graph optimizations take more time than they save.
+    """Yields the batches of a data set, whose rows may lack inputs."""
+    # The autotuning and graph optimizations of tf.data would take more time than they save.
     options = tf.data.Options()
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
@@ -202,7 +203,7 @@ def _gather(rows: Iterator[dict[str, Any]]) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Context manager that turns errors of reading stored rows into one-line messages.
+    """Context manager that turns errors in stored rows into a `ValueError` with a one-line message.
 
     Args:
       what: a description of the rows, which begins the message.
@@ -219,7 +220,8 @@ def reading_errors(what: str) -> Iterator[None]:
     except (tf.errors.OpError, json_format.Error, *builtin_errors) as error:
         text = getattr(error, "message", None) or str(error)
         reason = " ".join(re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*", "", text).split())[:200]
-        # A user's function may look up a feature that the rows do not have.
+        # The error can also come from a user's function that looks up a feature that rows do not
+        # have.
         own = ""
         if isinstance(error, LookupError):
             own = " If a function of your own task raised the error, correct the function instead."
@@ -232,16 +234,17 @@ def reading_errors(what: str) -> Iterator[None]:
 def import_tensorflow() -> None:
     """Imports TensorFlow and SeqIO silently, and hides accelerators from TensorFlow.
 
-    TensorFlow would otherwise take the accelerators' memory from JAX.
+    If TensorFlow saw the accelerators, it would allocate memory that JAX needs.
     """
-    # JAX sets the same default of this variable for its own messages, so the value is restored at
+    # JAX also sets this variable to 1 by default for its own messages, so the value is restored at
     # the end.
     level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3" if level == "1" else level
     with _silent_stderr():
-        # This also imports TensorFlow Text, which prints the messages again.
+        # Importing SeqIO also imports TensorFlow Text, which prints the messages again.
         importlib.import_module("seqio")
-        # If TensorFlow is already initialized, the devices that the caller has chosen remain.
+        # If TensorFlow is already initialized, this call fails, and the caller's choice of devices
+        # is kept.
         with contextlib.suppress(RuntimeError):
             tf.config.set_visible_devices([], "GPU")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = level
@@ -251,7 +254,7 @@ def import_tensorflow() -> None:
 def _silent_stderr() -> Iterator[None]:
     """Context manager that discards what C++ code prints while it is imported.
 
-    Before the import, the level of these messages cannot be set.
+    C++ code prints these messages before their level can be set.
     """
     sys.stderr.flush()
     stderr = os.dup(2)

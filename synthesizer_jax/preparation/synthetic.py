@@ -52,8 +52,8 @@ The value is 0 if the label is a floating-point number.
 def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]:
     """Yields all rows of one split. The same seed gives the same rows on every machine.
 
-    No row is in both splits, because the combinations of words in training rows and in held-out
-    rows are different. No two rows of a split have the same text. All labels are equally frequent,
+    No row is in both splits, because a combination of words occurs either in training rows or in
+    held-out rows. No two rows of a split have the same text. All labels are equally frequent,
     except that the training rows of WSC have only the label 1, as in T5.
 
     Args:
@@ -64,7 +64,7 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
     draw_row = getattr(grammar, config)
     size, num_labels = SIZES[split], NUM_LABELS[config]
     only_positive = config == "wsc" and split == "train"
-    # Limit the number of rows with the same label.
+    # `limit` is the largest number of rows with the same label.
     limit = size if only_positive or not num_labels else -(-size // num_labels)
     draw = grammar.Draw(f"{seed} {config} {split}", noise=NOISE)
     seen: set[tuple[object, ...]] = set()
@@ -73,7 +73,8 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
         row, combination = draw_row(draw)
         label = row["label"]
         text = tuple(value for name, value in row.items() if name != "label")
-        # Use a checksum, because Python's `hash` of a string differs between processes.
+        # Use a checksum, because Python's `hash` returns different values for a string in different
+        # processes.
         is_held_out = zlib.crc32(" ".join(combination).encode()) % HELD_OUT == 0
         unwanted = (only_positive and not label) or (num_labels and counts[label] >= limit)
         if is_held_out != (split == "validation") or unwanted or text in seen:
@@ -84,7 +85,7 @@ def examples(config: str, split: str, *, seed: int = 0) -> Iterator[grammar.Row]
 
 
 def train_vocabulary(data_dir: pathlib.Path) -> None:
-    """Trains the vocabulary of the mixtures if it does not exist."""
+    """Trains the vocabulary of the synthetic mixtures if its file does not exist."""
     path = vocabulary(data_dir).file
     if not path.is_file():
         train_sentencepiece(training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
@@ -98,7 +99,7 @@ def training_texts() -> Iterator[str]:
 
 
 def as_text(task: Task, row: grammar.Row) -> tuple[str, str]:
-    """Returns the input and the target that the task's preprocessor makes of a row."""
+    """Returns the input and the target into which the task's preprocessor converts a row."""
     if task.label_words is None:
         words = row["text"].split(" ")
         words[row["span2_index"]] = f"*{row['span2_text']}*"
@@ -128,7 +129,7 @@ def write(data_dir: pathlib.Path, names: Collection[str] = MIXTURES[MIXTURE]) ->
     train_vocabulary(data_dir)
     for config, task in DEFINITIONS.items():
         if task.name in names and not is_written(data_dir, [task.name]):
-            # Remove a damaged data set, because TFDS would keep it.
+            # Remove a damaged data set, because TFDS would otherwise keep its files.
             shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
             splits = {split: functools.partial(examples, config, split) for split in SIZES}
             imitated = task_registry.TASKS[IMITATED[config][0]].dataset

@@ -1,8 +1,8 @@
 """Defines the grammars of the synthetic tasks, which are small parts of English.
 
 Each task has a function with the name of the task's configuration. The function draws a row, and
-returns the row and some words of the row. The combination of these words decides whether the row is
-used for training or held out.
+returns the row together with some of the row's words. The combination of these words decides
+whether the row is used for training or held out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ Example: TypeAlias = tuple[Row, tuple[str, ...]]
 class Draw:
     """Random choices that are the same on every machine.
 
-    The class uses only `random.Random.random`, because Python guarantees its sequence.
+    The class uses only the method `random.Random.random`, because Python guarantees that its
+    sequence of numbers never changes.
 
     Args:
       seed: the seed.
-      noise: the share of labels that `noisy` changes.
+      noise: the fraction of labels that `noisy` changes.
     """
 
     def __init__(self, seed: str, *, noise: float):
@@ -57,7 +58,7 @@ class Draw:
         return first, self.other(options, first)
 
     def noisy(self, label: int, count: int) -> int:
-        """Returns the label, or sometimes another label, like an annotator's mistake.
+        """Returns the label, or sometimes a different label, as if an annotator had made a mistake.
 
         Args:
           label: the label.
@@ -113,10 +114,10 @@ DETERMINERS = (_words("This That Every"), _words("These Those Many"))
 
 
 def cola(draw: Draw) -> Example:
-    """Draws a row like CoLA's, in which a sentence is acceptable or has one fault of grammar.
+    """Draws a row like CoLA's, whose sentence is either acceptable or has one grammatical error.
 
-    For example, ``The dogs near the king sleep in the park.`` is acceptable. Rows are held out by
-    their combination of noun and verb.
+    For example, ``The dogs near the king sleep in the park.`` is acceptable. The combination of
+    noun and verb decides whether the row is held out.
     """
     label, number = draw.below(2), draw.below(2)
     fault = "" if label else draw.one(_words("agreement agreement determiner order article"))
@@ -164,8 +165,8 @@ REACTIONS = (
 def sst2(draw: Draw) -> Example:
     """Draws a row like SST-2's, in which one or two opinions are positive or negative.
 
-    If a sentence has two opinions, the second opinion determines the label. Rows are held out by
-    their combination of the last adjective and its noun.
+    If a sentence has two opinions, the second opinion determines the label. The combination of the
+    last adjective and its noun decides whether the row is held out.
     """
     label = draw.below(2)
     first, second = draw.two(ASPECTS)
@@ -213,11 +214,12 @@ class _Scene(NamedTuple):
 
 
 def stsb(draw: Draw) -> Example:
-    """Draws a row like STS-B's, in which two sentences have a similarity between 0 and 5.
+    """Draws a row like STS-B's, with two sentences and a similarity score between 0 and 5.
 
-    The score grows with the number of parts that are the same: noun, place and state. A noun of the
-    same kind, such as a cat for a dog, counts as half a part. Rows are held out by their
-    combination of the noun and the pair of opposite states.
+    The score grows with the number of parts (noun, place and state) that the sentences have in
+    common. If the nouns are different but of the same kind, such as a cat and a dog, they count as
+    half a part. The combination of the noun and the pair of opposite states decides whether the row
+    is held out.
     """
     shared, related = draw.below(4), draw.chance(0.5)
     same = [False] * 3
@@ -240,18 +242,18 @@ def stsb(draw: Draw) -> Example:
 
 
 def mnli(draw: Draw) -> Example:
-    """Draws a row like MNLI's, in which a premise entails a hypothesis, contradicts it, or neither.
+    """Draws a row like MNLI's, with a premise that entails or contradicts a hypothesis, or neither.
 
     For example, the premise ``The dog near the house is not wet.`` entails the hypothesis
-    ``The animal is dry.`` in this grammar. Rows are held out by their combination of the noun and
-    the pair of opposite states.
+    ``The animal is dry.`` in this grammar. The combination of the noun and the pair of opposite
+    states decides whether the row is held out.
     """
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
     beside = draw.one([n for n in NOUNS if KIND_OF[n] != KIND_OF[noun]])
     if label == 0:  # entailment
         subject, claim = noun, state
-    elif label == 1:  # neutral, because the hypothesis is about another noun
+    elif label == 1:  # neutral, because the nouns are different
         subject = beside
         claim = draw.one((state, OPPOSITE[state]))
     else:  # contradiction
@@ -267,7 +269,7 @@ def mnli(draw: Draw) -> Example:
 
 
 def _said(draw: Draw, state: str) -> str:
-    """Returns a state, or sometimes "not" and the opposite state."""
+    """Returns a state, or sometimes the word "not" followed by the opposite state."""
     return f"not {OPPOSITE[state]}" if draw.chance(0.15) else state
 
 
@@ -283,9 +285,10 @@ PEOPLE = (_words("hunter fisherman shepherd farmer"), _words("clerk engineer dri
 
 
 def wic(draw: Draw) -> Example:
-    """Draws a row like WiC's, in which two sentences use a word in the same sense or not.
+    """Draws a row like WiC's, with two sentences that use a word in the same or different senses.
 
-    Rows are held out by their combination of the word and the place in the first sentence.
+    The combination of the word and the place in the first sentence decides whether the row is held
+    out.
     """
     label, sense = draw.below(2), draw.below(2)
     word = draw.one(WORDS)
@@ -299,12 +302,12 @@ def wic(draw: Draw) -> Example:
 
 
 def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
-    """Returns a sentence with one of `WORDS`, and the place that shows the sense of the word.
+    """Returns a sentence with one of `WORDS`, and the place in it that shows the sense of the word.
 
     Args:
       draw: the random choices.
       word: the word.
-      sense: 0 for the sense in nature, 1 for the sense in a town.
+      sense: 0 for the word's sense in nature, 1 for the word's sense in a town.
     """
     person = draw.one(PEOPLE[sense] if draw.chance(0.85) else ("girl", "boy", "man", "woman"))
     context = draw.one(CONTEXTS[sense])
@@ -320,8 +323,8 @@ def boolq(draw: Draw) -> Example:
     """Draws a row like BoolQ's, in which the answer to a question is in a passage.
 
     For example, after ``The dog is wet. The car is dirty.``, the answer to ``is the car clean`` is
-    False. Rows are held out by their combination of the subject and the property that the question
-    is about.
+    False. The combination of the subject and the property that the question is about decides
+    whether the row is held out.
     """
     label, asked = draw.below(2), draw.below(2)
     if draw.chance(0.3):
@@ -356,10 +359,10 @@ MATTERS = ("race", "exam", "news", "ring")
 
 
 def copa(draw: Draw) -> Example:
-    """Draws a row like COPA's, in which one of two choices is the cause or the effect of a premise.
+    """Draws a row like COPA's, in which one of two choices is the cause or effect of the premise.
 
     For example, the premise ``Anna won the race.`` has the effect ``She smiled.`` in this grammar.
-    Rows are held out by their combination of the person and the premise.
+    The combination of the person and the premise decides whether the row is held out.
     """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     woman = draw.below(2)
@@ -372,8 +375,8 @@ def copa(draw: Draw) -> Example:
         right = _happening(draw, question, outcome)
         wrong = _happening(draw, question, 1 - outcome)
         if draw.chance(0.1):
-            # The wrong choice may also have the right outcome, but be a cause if the question asks
-            # for an effect, or an effect if the question asks for a cause.
+            # The wrong choice can also be an event with the right outcome that answers the opposite
+            # question, such as a cause if the question asks for an effect.
             wrong = _happening(draw, 1 - question, outcome)
             while wrong == told:
                 wrong = _happening(draw, 1 - question, outcome)
@@ -390,7 +393,7 @@ def copa(draw: Draw) -> Example:
 
 
 def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
-    """Returns a premise, the choice about the same matter, and a choice about another matter."""
+    """Returns a premise, a choice about the same matter, and a choice about a different matter."""
     same, other = draw.two(range(len(MATTERS)))
     mention = draw.one(("{} talked about the", "{} thought about the", "{} wrote about the"))
     events = [EVENTS[matter][outcome] for matter in (same, other)]
@@ -430,7 +433,7 @@ def wsc(draw: Draw) -> Example:
     """Draws a row like WSC's, in which a pronoun refers to one of two persons.
 
     For example, in ``Anna thanked Mary because *she* had helped.``, the pronoun refers to Mary.
-    Rows are held out by their pair of persons.
+    The pair of persons decides whether the row is held out.
     """
     label, gender, referent = draw.below(2), draw.below(2), draw.below(2)
     reason = draw.one(REASONS[referent])

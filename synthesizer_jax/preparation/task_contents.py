@@ -69,8 +69,8 @@ class SplitCheck:
       published: the published number of rows, or `None` if it is not known.
       repeated: the number of preprocessed rows whose input and target also occur in an earlier row
         of the split.
-      shared: for each earlier split, the number of inputs that both splits have. Splits that share
-        no inputs are left out.
+      shared: the number of inputs that also occur in an earlier split, by the name of the earlier
+        split. Earlier splits without such inputs are left out.
     """
 
     task: str
@@ -91,13 +91,14 @@ class SplitCheck:
 def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
     """Compares a task's splits with their published sizes, and with each other.
 
-    All rows of the splits are read. Rows are compared by their hashes, to save memory.
+    The function reads all rows of the splits. To save memory, the function compares only the hashes
+    of rows.
     """
     vocabulary = Bytes().build()
     task = task_registry.find_task(name)
     published = published_rows(task.dataset)
     checks = []
-    # This dictionary holds the hashes of the inputs of every earlier split.
+    # This dictionary maps the name of every earlier split to the hashes of its inputs.
     seen: dict[str, set[int]] = {}
     for split, count in task.stored_splits(data_dir).items():
         # Collect the hashes of whole rows and the hashes of inputs.

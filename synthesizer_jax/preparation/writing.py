@@ -43,14 +43,14 @@ def write_dataset(
     splits: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]],
     data_dir: pathlib.Path,
 ) -> pathlib.Path:
-    """Writes a TFDS data set, which can be read from its files without a class for it.
+    """Writes a TFDS data set, which TFDS can read without a builder class for the data set.
 
     Args:
       dataset: the name of the data set, and its configuration if it has one, such as ``glue/cola``.
       version: the version, such as ``1.0.0``.
       features: the TFDS feature types by name.
       splits: for every split, a function that returns its rows.
-      data_dir: a TFDS data directory, in which the directory ``dataset/version`` is made.
+      data_dir: a TFDS data directory. The function creates the directory ``dataset/version`` in it.
 
     Returns:
       The directory of the data set.
@@ -93,7 +93,8 @@ def write_dataset(
         if not isinstance(cause, OSError | tf.errors.OpError):
             raise
         reason = getattr(cause, "message", None) or str(cause)
-        # Replace the message of TFDS, because it shows a size that is not known.
+        # Replace the message of TFDS, because it contains the size of the data set, which is not
+        # known.
         if "Not enough disk space" in reason:
             reason = os.strerror(errno.ENOSPC)
         raise OSError(
@@ -103,12 +104,12 @@ def write_dataset(
 
 
 def _key(row: Mapping[str, Any], number: int) -> Hashable:
-    """Returns the key of a row, which determines the place of the row in the files.
+    """Returns the key of a row, which determines the position of the row in the files.
 
-    The key is the same as in TFDS, or else the number of the row.
+    The key is the index that TFDS uses, or the number of the row if the row has no index.
     """
     index = row.get("idx", number)
-    # Rows of ReCoRD and MultiRC have several indices.
+    # The index of a row of ReCoRD or MultiRC consists of several numbers.
     if isinstance(index, Mapping):
         return index["query"] if "query" in index else "_".join(map(str, index.values()))
     return index
@@ -116,16 +117,17 @@ def _key(row: Mapping[str, Any], number: int) -> Hashable:
 
 @contextlib.contextmanager
 def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
-    """Context manager that yields a folder for data sets, and moves them into place at the end.
+    """Context manager that yields a temporary folder, and installs the data sets in it at the end.
 
-    A data set replaces an existing data set with the same name and version. If there is an error,
-    nothing is moved.
+    When the context ends, the data sets in the folder are moved to the data directory. A data set
+    replaces an existing data set with the same name and version. If there is an error, nothing is
+    moved.
 
     Args:
-      data_dir: the TFDS data directory to which the data sets are moved, on a disk. The directory
-        is created if it does not exist.
-      renew: whether existing data sets are replaced. If it is false, the splits of an existing data
-        set are kept and the new splits are added.
+      data_dir: the TFDS data directory to which the data sets are moved. The data directory must be
+        on a disk. The directory is created if it does not exist.
+      renew: whether existing data sets are replaced. If `renew` is `False`, the splits of an
+        existing data set are kept, and the new splits are added.
 
     Raises:
       OSError: if the disk is full.

@@ -1,7 +1,7 @@
-"""Describes every T5 of other libraries by the fields of an `Architecture`.
+"""Describes every T5 of other libraries by an `Architecture`.
 
 Readers of checkpoints fill in an `Architecture` and build a model from it. Writers of checkpoints
-get the `Architecture` of a model, which raises an error if the model is not a T5.
+derive an `Architecture` from a model, which raises an error if the model is not a T5.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ If a file names more layers, the file is damaged, and tracing the model would ta
 
 
 class Pretrained(NamedTuple):
-    """A model of another library, with looped layers whose parameters are separate arrays.
+    """A model from another library, with looped layers, which have separate parameter arrays.
 
     Attributes:
       model: the unbound model.
@@ -60,7 +60,7 @@ REMEDY = (
 class Architecture:
     """The fields in which published T5s differ.
 
-    If the models of this package have the same field, it has the same name and meaning here.
+    Fields with the same names as fields of this package's models have the same meanings.
 
     Attributes:
       num_decoder_layers: the number of decoder layers. If the number is 0, the model is only an
@@ -68,8 +68,8 @@ class Architecture:
       tied: whether the embedding is also the output projection, as in T5 1.0.
       scaled: whether the decoder's outputs are divided by √d_model before the output projection, as
         in T5 1.0.
-      bias_per_layer: whether every layer has its own relative bias, as in umT5. Otherwise, all
-        layers of a stack share one relative bias.
+      bias_per_layer: whether every layer has its own relative bias, as in umT5. If `bias_per_layer`
+        is false, all layers of a stack share one relative bias.
       dropout_rate: the rate of all dropouts.
       ids: the token ids of padding, of the end of a text, and of the decoder's start.
     """
@@ -123,8 +123,8 @@ class Architecture:
 
         logits_scale = None
         if self.scaled != self.tied:
-            # The default value of `logits_scale`, `None`, scales the outputs if the embedding is
-            # tied. Other combinations of the two properties need an explicit scale.
+            # If `logits_scale` is `None`, the outputs are scaled if and only if the embedding is
+            # tied. Models that do not follow this rule need an explicit scale.
             logits_scale = self.d_model**-0.5 if self.scaled else 1.0
         return EncoderDecoder(
             vocab_size=self.vocab_size,
@@ -148,8 +148,8 @@ class Architecture:
             raise ValueError(f"A {type(model).__name__} is not a T5. {REMEDY}")
         block, mixer, feed_forward = first_block(model.encoder, "encoder")
 
-        # Find the relative bias. A bias that the layers share belongs to the stack. Otherwise, the
-        # alignment of each layer contains a bias.
+        # Find the relative bias. If all layers share a bias, it belongs to the stack. If the layers
+        # share no bias, the alignment of each layer contains a bias.
         alignment = mixer.alignment
         bias = model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
@@ -181,8 +181,8 @@ class Architecture:
             ids=model.ids,
         )
 
-        # The fields above describe only a few parts of the model. Compare all parts, because the
-        # other parts of the model may differ from the parts of a T5.
+        # The fields above describe only a few parts of the model. Compare the whole model with the
+        # T5 that has these fields, because the other parts may differ.
         check_same_function(model, architecture.build())
         return architecture
 
@@ -225,9 +225,9 @@ def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, Py
     """Returns an equivalent T5 and its parameters, in the form that other libraries support.
 
     Other libraries divide the decoder's outputs by √d_model if and only if the output projection is
-    the embedding. If a model of this package does not follow this rule, the returned model has its
-    own output projection, which includes the scale. The given model and the returned model compute
-    the same logits.
+    the embedding. If the given model does not follow this rule, the returned model has a separate
+    output projection, into which the scale is multiplied. The given model and the returned model
+    compute the same logits.
 
     Raises:
       ValueError: if the model is not a T5. The message names a part of the model that differs from
@@ -255,8 +255,8 @@ _FREE = (
 def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
     """Yields the path and value of every setting that influences the outputs of a model.
 
-    Runs of equal layers are written out layer by layer. Two models with the same layers therefore
-    compare equal even if their layers are grouped into different runs.
+    A run of equal layers is expanded to its single layers. Two models with the same layers
+    therefore have the same settings, even if their layers are grouped into runs differently.
     """
     if isinstance(data, dict):
         runs = data.get("runs")
@@ -274,5 +274,5 @@ def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def other_part(path: str, value: object) -> str:
-    """Returns the error message for a part that no published T5 has."""
+    """Returns the error message about a part of a model that no published T5 has."""
     return f"{path} is {value!r}, which no published T5 has. {REMEDY}"

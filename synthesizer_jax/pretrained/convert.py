@@ -40,11 +40,11 @@ def convert_checkpoint(
     """Writes a run directory with the parameters of another library's checkpoint, at step 0.
 
     The experiment of the new run is T5's fine-tuning on GLUE. The commands `eval` and `generate`
-    can use the directory, and other runs can start from its parameters with ``init_from``. A
-    msgpack file or a run is read as a whole. From other sources, at most two parameters are in
-    memory at a time. The directory appears only when all of its files are complete. Its
-    ``events.jsonl`` contains the event ``converted``, which names the source. For a model from the
-    hub, the event also names the commit.
+    can use the new run, and other runs can start from its parameters with ``init_from``. If the
+    source is a msgpack file or a run, it is read into memory completely. From all other sources, at
+    most two parameters are in memory at a time. The directory is created only when all of its files
+    are complete. The file ``events.jsonl`` of the run contains the event ``converted``, which names
+    the source. If the source is a model from the hub, the event also names the commit.
 
     Args:
       source: the checkpoint; see `open_pretrained`. If the source is a run, the new run has the
@@ -53,14 +53,14 @@ def convert_checkpoint(
       revision: a branch, tag or commit of a model on the hub. `None` means the main branch.
       vocabulary: a vocabulary to use instead of the vocabulary in the checkpoint. Checkpoints of
         T5X do not contain a vocabulary.
-      encoder: the name of a variant whose alignments the encoder's self-attention gets; see
-        `with_variants`. Before any training, the new model computes the same outputs as the old
-        model; see `start_as`. `None` keeps the model's alignments.
+      encoder: the name of a variant. The encoder's self-attention gets the alignments of this
+        variant; see `with_variants`. Before any training, the new model computes the same outputs
+        as the old model; see `start_as`. `None` keeps the model's alignments.
       decoder: the name of a variant for the decoder's self-attention; see `encoder`.
       max_length: the number of positions in the tables of new alignments.
 
     Returns:
-      The parameters as nested dictionaries of `Unread`, which tell the shapes of the parameters.
+      The parameters as nested dictionaries of `Unread`, which contain the shapes of the parameters.
     """
     with (
         new_directory(directory) as staging,
@@ -74,10 +74,11 @@ def convert_checkpoint(
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, encoder=encoder, decoder=decoder, max_length=max_length)
             params = start_as(teacher, model, params)
-            # `model` has the dtype of the checkpoint's model. Replace this dtype by the dtype of
-            # the experiment.
+            # Replace the dtype of `model`, which comes from the checkpoint, with the dtype of the
+            # experiment.
             experiment = replace(experiment, model=replace(model, dtype=experiment.model.dtype))
-            # The new parameters are arrays, but `save_streamed` accepts only `Unread`.
+            # Convert the new parameters, which are arrays, because `save_streamed` accepts only
+            # `Unread`.
             params = jax.tree.map(lambda x: x if isinstance(x, Unread) else Unread.of(x), params)
 
         save_run(experiment, staging)
@@ -94,7 +95,7 @@ def experiment_of(folder: pathlib.Path) -> Experiment:
     """Returns the experiment of the run that `convert_checkpoint` would make from a folder.
 
     The folder must be in the format of transformers. Only the configuration in the folder is read.
-    The vocabulary of the experiment is always `Bytes`, even if the folder contains another
+    The vocabulary of the experiment is always `Bytes`, even if the folder contains a different
     vocabulary.
     """
     return _fine_tuning(model_of(folder), Bytes(), source=folder)
@@ -105,8 +106,8 @@ def _experiment(
 ) -> Experiment:
     """Returns the experiment of a converted run.
 
-    If the source is a run, the result is the experiment of the source. Otherwise, the result is
-    T5's fine-tuning.
+    If the source is a run, the result is the experiment of the source, with the converted model. If
+    the source is not a run, the result is the experiment that fine-tunes T5.
     """
     model = pretrained.model
     vocabulary = vocabulary or pretrained.vocabulary

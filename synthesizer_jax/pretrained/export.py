@@ -47,7 +47,7 @@ def export_run(
 ) -> None:
     """Writes the model of a run in a format of another library.
 
-    The directory appears only when all of its files are complete.
+    The directory is created only when all of its files are complete.
 
     The lengths `inputs_length` and `max_length` are limits of StableHLO programs. By default, they
     are the run's ``inputs_length`` and ``targets_length``. If the model was trained on texts
@@ -58,22 +58,22 @@ def export_run(
     Args:
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       directory: the new directory.
-      to: a name of `FORMATS`. ``huggingface`` is a folder of transformers. ``peft`` is a folder of
-        PEFT with only the run's adapters. ``t5x`` and ``t5x-scanned`` are checkpoints of T5X with
-        looped or scanned layers. ``stablehlo`` stands for StableHLO programs; see
-        `serving.programs`.
+      to: a name of `FORMATS`. ``huggingface`` writes a folder of transformers. ``peft`` writes a
+        folder of PEFT that contains only the run's adapters. ``t5x`` and ``t5x-scanned`` write a
+        checkpoint of T5X with looped or scanned layers. ``stablehlo`` writes StableHLO programs;
+        see `serving.programs`.
       dtype: the dtype of the tensors for transformers, ``float32`` or ``bfloat16``. Tensors for T5X
         are always float32.
       inputs_length: the largest number of input tokens of the StableHLO programs; see the
         description of the lengths above.
       max_length: the largest number of target tokens of the StableHLO programs; see the description
         of the lengths above.
-      beams: the number of beams in the decoding loop of the StableHLO programs. With 1, decoding is
+      beams: the number of beams with which the StableHLO programs decode. With 1 beam, decoding is
         greedy.
 
     Raises:
-      ValueError: if the format does not exist, does not support the model, or does not have an
-        option that was given.
+      ValueError: if the format does not exist, does not support the model, or does not support a
+        given option.
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}, but it must be one of {', '.join(FORMATS)}.")
@@ -116,8 +116,8 @@ def _limits(
     data = experiment.data
     if data.inputs_length:
         return Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
-    # The model was trained on texts without inputs, so the beginning of a text and the continuation
-    # of the text share the positions of a training row.
+    # The model was trained on texts without inputs, so the beginning of a text and its continuation
+    # share the positions of a training row.
     row = data.targets_length
     max_length = max_length or max(1, row - (inputs_length or row // 2))
     return Limits(inputs_length or max(1, row - max_length), max_length, beams)
@@ -168,7 +168,7 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
 def _fenced(data: JSON) -> str:
     """Returns JSON as Markdown code.
 
-    Backticks in the JSON are escaped, because a backtick could end the code.
+    Backticks in the JSON are escaped, because a backtick could end the code block.
     """
     text = json.dumps(data, indent=1).replace("`", "\\u0060")
     return f"```json\n{text}\n```" if "\n" in text else f"`{text}`"

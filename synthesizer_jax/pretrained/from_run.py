@@ -19,15 +19,15 @@ def open_run(source: pathlib.Path, mesh: Mesh | None = None) -> tuple[SavedModel
     The layers of the returned model are looped.
 
     Args:
-      source: ``RUN``, for the newest checkpoint, or ``RUN/checkpoints/STEP``.
+      source: ``RUN``, which means the newest checkpoint, or ``RUN/checkpoints/STEP``.
       mesh: the mesh over which the variables are sharded. `None` uses one device.
     """
     directory, step = find_checkpoint(source)
     saved = load_model(directory)
     model = saved.model
     layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-    # Import the code for training only if the run has adapters, because this code adds the adapters
-    # to the parameters of the base model.
+    # Only if the run has adapters, import the modules for training, which add the adapters to the
+    # base model.
     if has_adapters(directory):
         from synthesizer_jax.training.initial_parameters import restore_run
 

@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
     Attributes:
       model: the unbound model, with looped layers.
       variables: the model's variables.
-      vocabulary: the vocabulary, which maps text to ids and ids to text.
+      vocabulary: the vocabulary, which converts between texts and token ids.
     """
 
     model: TokenModel
@@ -66,24 +66,24 @@ def load(
         ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
       revision: a branch, tag or commit of a model on the hub. `None` means the main branch.
       subfolder: the folder of the model inside `path`, such as ``"text_encoder_2"``.
-      variant: the version of the weights to read if a folder contains several versions. For
+      variant: the variant of the weights to read, if a folder contains several variants. For
         example, ``"fp16"`` reads ``model.fp16.safetensors``. `None` reads ``model.safetensors``.
       mesh: a mesh from `sharding.make_mesh` or `jax.make_mesh`. The variables are sharded over the
-        mesh, one parameter at a time. The axes ``fsdp`` and ``tensor`` shard parameters, and
-        ``data`` and ``fsdp`` divide examples. The mesh need not have all of these axes. Variables
-        and examples are replicated over mesh axes with other names. `None` uses one device.
+        mesh, one parameter at a time. Parameters are sharded over the axes ``fsdp`` and ``tensor``,
+        and examples over the axes ``data`` and ``fsdp``. The mesh does not need all of these axes.
+        Over axes with other names, variables and examples are replicated. `None` uses one device.
       dtype: the dtype of the parameters and of the computation. The dtype must be bfloat16 or
         float32, and can be given as a string or as ``jnp.bfloat16``. ``"auto"`` means float32 on
         CPUs and bfloat16 on other devices. If `dtype` is `None`, parameters are float32, and the
         computation has the dtype of the model.
-      encoder_only: whether to read only the encoder's tensors from a folder of transformers. With
-        this option, the loaded model is an `Encoder`.
+      encoder_only: whether to read only the encoder's tensors from a folder of transformers. If
+        `encoder_only` is true, the loaded model is an `Encoder`.
 
     Raises:
       FileNotFoundError: if there is no model at `path`, or if the model has no vocabulary.
       TypeError: if `mesh` is not a mesh of devices.
-      ValueError: if the files cannot be read, if the dtype is not supported, or if the size of a
-        mesh axis does not divide a parameter.
+      ValueError: if the files cannot be read, if the dtype is not supported, or if a parameter's
+        size is not divisible by the size of a mesh axis.
     """
     if not isinstance(mesh, Mesh | None):
         raise TypeError(
@@ -101,7 +101,7 @@ def load(
             variables = jax.tree.map(lambda x: x.astype(dtype_name), variables)
         return Loaded(model, variables, open_vocabulary(saved_vocabulary, run, model=model))
 
-    # Import the readers of other checkpoints only here, because loading a run does not need them.
+    # Import the modules that read other checkpoints only here, because runs do not need them.
     from synthesizer_jax.pretrained.opening import open_pretrained, read_params
 
     with open_pretrained(
@@ -123,8 +123,8 @@ def load(
 def _check_dtype(dtype: DTypeLike) -> Dtype:
     """Returns the name of a dtype that models support, or raises a `ValueError`."""
     name: object = dtype
-    # If the argument is not a dtype of NumPy, `check_types` below raises an error with the allowed
-    # names.
+    # If the argument is not a NumPy dtype, the call of `check_types` below raises an error that
+    # contains the allowed names.
     with contextlib.suppress(TypeError):
         name = jnp.dtype(dtype).name
     check_types(TokenModel, {"dtype": name})
@@ -150,8 +150,8 @@ def generate(
       inputs_length: the maximum number of tokens of an input. Longer inputs are truncated. Use 0 if
         the model is a `LanguageModel` that was trained on texts without inputs. The model then
         continues the given texts.
-      decoding: settings of decoding, which are used instead of `max_length`. For example,
-        ``Decoding(max_length=64, temperature=0.7, top_p=0.9)`` samples.
+      decoding: the settings of decoding, which are used instead of `max_length`. For example,
+        ``Decoding(max_length=64, temperature=0.7, top_p=0.9)`` turns on sampling.
 
     Returns:
       The generated texts, in the order of the inputs.
@@ -164,7 +164,7 @@ def generate(
 def generate_with_scores(
     loaded: Loaded, texts: Sequence[str], *, decoding: Decoding, inputs_length: int = 512
 ) -> list[list[Generated]]:
-    """Generates one or several texts for each input, and computes their log-probabilities.
+    """Generates one or more texts for each input, and computes the log-probabilities of the texts.
 
     Args:
       loaded: the result of `load`.
@@ -174,8 +174,8 @@ def generate_with_scores(
 
     Returns:
       A list of `Decoding.samples` texts for each input. The score of a text is its log-probability
-      under the model, in nats. Beam search returns the best beam first. Beams are ordered by their
-      log-probability divided by the length penalty.
+      under the model, in nats. The texts of beam search are ordered by their log-probability
+      divided by the length penalty, with the best beam first.
     """
     predictor = _predictor(loaded, texts, inputs_length, decoding)
     return predictor.generate_texts([predictor.encode(text) for text in texts])
@@ -196,23 +196,23 @@ def encode(
       loaded: the result of `load`.
       texts: the inputs.
       inputs_length: the maximum number of tokens of an input. Longer inputs are truncated.
-      pool: whether to return the mean over the tokens of each text, including EOS. With `None`, the
-        mean is returned unless `pad_to` is given.
+      pool: whether to return the mean of the states of each text's tokens, including EOS. `None`
+        means that the mean is returned unless `pad_to` is given.
       pad_to: the number of tokens, at least one, to which inputs are truncated or padded. If
-        `pad_to` is given, `inputs_length` is not used. The states at padding are the same as in
-        transformers.
-      attend_to_padding: whether tokens attend to the padding up to `pad_to`. In transformers,
+        `pad_to` is given, `inputs_length` is not used. The states at padding positions are the same
+        as in transformers.
+      attend_to_padding: whether tokens attend to padding positions up to `pad_to`. In transformers,
         tokens attend to padding if no ``attention_mask`` is given.
 
     Returns:
       A float32 array ``[n, d_model]`` with pooling. Without pooling, the result is an array
-      ``[n, pad_to, d_model]`` if `pad_to` is given, and otherwise a list of arrays
-      ``[length, d_model]``.
+      ``[n, pad_to, d_model]`` if `pad_to` is given, and a list of arrays ``[length, d_model]`` if
+      it is not.
 
     Raises:
       TypeError: if the model has no encoder.
-      ValueError: if `attend_to_padding` is true but `pad_to` is not given, or if the length of
-        inputs leaves no room for tokens.
+      ValueError: if `attend_to_padding` is true but `pad_to` is not given, or if the maximum length
+        of inputs leaves no room for tokens.
     """
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
@@ -247,23 +247,25 @@ def encode(
 
     shape: tuple[int, ...] = (len(ids), length, width)
     if pool:
-        # Average over only the real tokens of each text, which gives arrays ``[d_model]``.
+        # Average over the real tokens of each text, so that each text has a vector ``[d_model]``.
         states = [x[: len(row)].mean(axis=0) for x, row in zip(states, ids, strict=True)]
         shape = (len(ids), width)
-    # Reshape the array, because an empty list of texts would otherwise give the shape ``[0]``.
+    # The reshape is needed for an empty list of texts, for which the array would have the shape
+    # ``[0]``.
     return np.array(states, np.float32).reshape(shape)
 
 
 def _see_all(tokens: jax.Array) -> Mask:
-    """Returns the mask that lets every token attend to all positions, including padding."""
+    """Returns an attention mask that lets every token attend to every position, even to padding."""
     del tokens
     return Mask()
 
 
 def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
-    """Returns the mask that lets real tokens and padding attend to real tokens, as in transformers.
+    """Returns an attention mask that lets all positions attend only to real tokens.
 
-    The argument `tokens` has the shape ``[batch, k]``.
+    In transformers, padding positions attend to the real tokens too. The argument `tokens` has the
+    shape ``[batch, k]``.
     """
     return Mask(
         key_lengths=num_real_tokens(tokens, padding), query_valid=jnp.ones_like(tokens, bool)
@@ -284,7 +286,7 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
 def _predictor(
     loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
 ) -> Predictor:
-    """Returns a predictor for the texts, which uses the mesh that shards the variables."""
+    """Returns a predictor for the texts, which uses the mesh of the sharded variables."""
     if isinstance(texts, str):
         raise TypeError("texts is a single string instead of a sequence of strings. Pass [text].")
     model, variables, vocabulary = loaded

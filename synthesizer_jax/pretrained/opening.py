@@ -48,9 +48,9 @@ def open_pretrained(
     The function is a context manager. Parameters can be read only inside the context.
 
     Args:
-      source: the checkpoint. It may be a folder of Hugging Face transformers, a folder of PEFT with
-        adapters, a T5X checkpoint (a file or a directory), ``RUN`` or ``RUN/checkpoints/STEP``, or
-        the name of a model on the Hugging Face Hub.
+      source: the checkpoint. The source may be a folder of Hugging Face transformers, a folder of
+        PEFT with adapters, a T5X checkpoint (a file or a directory), ``RUN`` or
+        ``RUN/checkpoints/STEP``, or the name of a model on the Hugging Face Hub.
       revision: see `locate`.
       subfolder: see `locate`.
       variant: see `open_folder`.
@@ -110,11 +110,11 @@ def open_pretrained(
 
 
 def _check_file(path: pathlib.Path) -> None:
-    """Raises a `ValueError` if the content of a file shows that it is no T5X checkpoint.
+    """Raises a `ValueError` if the content of a file shows that the file is not a T5X checkpoint.
 
-    The text encoders of diffusion models are often single files of tensors. A file of tensors
-    contains neither the configuration nor the tokenizer of the model. The user must therefore give
-    a folder that contains a configuration and a tokenizer.
+    The text encoders of diffusion models are often single files of tensors. A single file of
+    tensors contains neither the configuration nor the tokenizer of the model, so the user must give
+    a folder that contains both.
     """
     with path.open("rb") as file:
         head = file.read(16)
@@ -126,8 +126,7 @@ def _check_file(path: pathlib.Path) -> None:
     if head.lstrip().startswith(b"{"):
         raise ValueError(f"{path} is a JSON file. Give its folder, which is {path.parent}.")
 
-    # A safetensors file begins with 8 bytes that contain the length of the header. The header is
-    # JSON and follows the length.
+    # The first 8 bytes of a safetensors file are the length of the header, which follows in JSON.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         name = SAFETENSORS
     elif head.startswith(_TORCH_FILES):
@@ -151,7 +150,7 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     """Reads the model of a run.
 
     Raises:
-      ValueError: if the model cannot be converted to the format of another library.
+      ValueError: if the model cannot be converted to a model of other libraries.
     """
     model = load_model(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
@@ -172,7 +171,7 @@ def _open_run(source: pathlib.Path) -> Pretrained:
 def read_params(
     pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None
 ) -> PyTree:
-    """Reads the parameters of an open checkpoint one after another.
+    """Reads the parameters of an open checkpoint one at a time.
 
     Args:
       pretrained: the open checkpoint.

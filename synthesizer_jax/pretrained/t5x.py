@@ -1,8 +1,8 @@
 """Reads and writes the checkpoints of T5X.
 
-A checkpoint of T5X is a msgpack file, arrays of TensorStore, or a directory of Orbax. Only the
-parameters are read, without the state of the optimizer. A checkpoint has no configuration, so the
-architecture is derived from the names and shapes of the arrays.
+A checkpoint of T5X is a msgpack file, a directory of TensorStore arrays, or a directory of Orbax.
+Only the parameters are read, and not the state of the optimizer. A T5X checkpoint contains no
+configuration, so the architecture is derived from the names and shapes of the arrays.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
     """Opens the parameters of a T5X checkpoint.
 
     The checkpoint does not contain all settings of the model. A gated feed-forward layer is assumed
-    to use GELU, as in T5 1.1, and the largest distance of the relative bias is assumed to be 128,
-    as in T5X's own T5s. These assumptions are wrong for some models. For example, UL2 uses SiLU.
+    to use GELU, as in T5 1.1, and the maximum distance of the relative bias is assumed to be 128,
+    as in T5X's own T5s. For some models, these assumptions are wrong. For example, UL2 uses SiLU.
 
     Args:
       path: a file, or a directory ``checkpoint_STEP``.
@@ -99,8 +99,7 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
     if item is not None:
         tensors = _open_stores(item)
     elif path.is_dir():
-        # Stores of TensorStore contain the large arrays. The msgpack file contains the small
-        # arrays.
+        # Large arrays are stored by TensorStore, and small arrays in the msgpack file.
         tensors = {**_open_msgpack(path / CHECKPOINT), **_open_stores(path)}
     else:
         tensors = _open_msgpack(path)
@@ -173,7 +172,7 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
         return {
             "/".join(map(str, keys)): Tensor.of(x)
             for keys, x in traverse_util.flatten_dict(target).items()
-            if isinstance(x, np.ndarray)  # a leaf that is no array may be the path of a store
+            if isinstance(x, np.ndarray)  # other leaves may be paths of TensorStore
         }
 
 
@@ -191,8 +190,8 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
 def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
     """Opens the arrays that TensorStore has written into a directory.
 
-    Other files of a checkpoint, such as the msgpack file, may name paths of arrays. The function
-    does not follow these paths, because an untrusted file could name any path.
+    Other files of a checkpoint, such as the msgpack file, may contain paths of arrays. The function
+    does not follow these paths, because an untrusted file could contain any path.
     """
     path = f"{directory.resolve()}/"
     store = {"driver": "file", "path": path}
@@ -215,15 +214,15 @@ def _open_store(files: Any, store: Mapping[str, str], match: re.Match[str]) -> A
     """Opens an array that TensorStore has written.
 
     Args:
-      files: the files of the checkpoint, as TensorStore's `KvStore`.
+      files: the files of the checkpoint, as a `KvStore` of TensorStore.
       store: the specification of `files`.
-      match: the match of `_ARRAY` with the name of the file that describes the array.
+      match: the match of the pattern `_ARRAY` in the name of the file that describes the array.
 
     Raises:
       ValueError: if the file does not describe an array of numbers.
     """
     # TensorStore accepts structured dtypes, and ignores bytes after the JSON. Check here that the
-    # file contains only JSON, and that the dtype is a dtype of numbers.
+    # file contains only JSON, and that its dtype is the name of a dtype of numbers.
     about = json.loads(files.read(match[0]).result().value)
     dtype = about.get("dtype", about.get("data_type"))
     if not isinstance(dtype, str):
@@ -232,14 +231,14 @@ def _open_store(files: Any, store: Mapping[str, str], match: re.Match[str]) -> A
     spec = {
         "driver": _DRIVERS[match["about"]],
         "kvstore": {**store, "path": f"{store.get('path', '')}{match['name']}/"},
-        # By default, TensorStore would silently replace a missing chunk by zeros.
+        # By default, TensorStore silently fills a missing chunk with zeros.
         "fill_missing_data_reads": False,
     }
     array: Any = tensorstore.open(spec, open=True, read=True).result()
     chunks = array.chunk_layout.write_chunk.shape
     if any(chunk > max(n, 1) for chunk, n in zip(chunks, array.shape, strict=True)):
-        # TensorStore allocates memory for whole chunks. If a damaged file contained a huge chunk
-        # size, the process would run out of memory.
+        # TensorStore allocates memory for whole chunks, so a damaged file with a huge chunk size
+        # would make the process run out of memory.
         raise ValueError(
             f"its chunks have the shape {chunks}, but the array has only the shape {array.shape}"
         )
@@ -254,7 +253,7 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
     as_bits = store.dtype.name == "uint16"
 
     def read(layer: int | None) -> np.ndarray:
-        """Reads the whole array, or only one layer, which is an index of axis 1."""
+        """Reads the whole array, or only the layer with the given index on axis 1."""
         with reading(source):
             part = store if layer is None else store[:, layer]
             array: np.ndarray = part.read().result()
@@ -266,8 +265,8 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
 def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and the layout that a parameter of this package has in T5X.
 
-    The path must be that of a model with looped layers. The name is that of T5X's minimal T5, which
-    has looped layers too.
+    The path must be the path of the parameter in a model with looped layers. The name is the
+    parameter's name in T5X's minimal T5, which has looped layers too.
     """
     if path == ("embedding",):
         return "token_embedder/embedding", SAME
@@ -281,13 +280,14 @@ def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
         is_shared = path[1] == "relpos_bias"
         parent = path[:1] if is_shared else path[:2]
         return "/".join((*parent, "relpos_bias", "rel_embedding")), SAME
-    # Names in T5X have no levels for the alignment and for the parts of a mixture.
+    # Skip the keys for the alignment and for the parts of a mixture, because names in T5X do not
+    # contain them.
     name = "/".join(key for key in path if key not in ("align", "part_0"))
     return name, _HEADS.get(path[-2], SAME)
 
 
 def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the tensors under the names and shapes of T5X's minimal T5.
+    """Returns the tensors with the names and shapes that they have in T5X's minimal T5.
 
     The minimal T5 has looped layers, and its kernels have no axis of heads. The function therefore
     splits scanned layers, and merges axes of heads.
@@ -321,7 +321,7 @@ def _layer(x: Tensor, i: int) -> Tensor:
 
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
-    """Merges the axis of heads of a tensor, if the axis exists, with another axis."""
+    """Merges the axis of heads of a tensor, if it has such an axis, with a neighboring axis."""
     # For example, the parent of "encoder/layers_0/attention/query/kernel" is "query".
     parent = pathlib.PurePosixPath(name).parent.name
     layout = _HEADS.get(parent)
@@ -332,7 +332,7 @@ def _without_heads(name: str, x: Tensor) -> Tensor:
 
 
 def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays with the layers of each stack on axis 1, as in T5X's scalable T5."""
+    """Stacks the layers of each encoder or decoder on axis 1, as in T5X's scalable T5."""
     scanned: dict[str, np.ndarray] = {}
     layers: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
     for name, x in arrays.items():
@@ -347,7 +347,7 @@ def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
-    """Returns the architecture that the names and shapes imply.
+    """Returns the architecture that the names and shapes of the tensors imply.
 
     Raises:
       ValueError: if the names or shapes do not belong to an encoder-decoder of T5X.
@@ -367,7 +367,8 @@ def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
         matches = [re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors]
         return len({match[1] for match in matches if match is not None})
 
-    # The tensors of the encoder's first layer show what kind of T5 the checkpoint contains.
+    # Look at the tensors of the encoder's first layer, which show what kind of T5 the checkpoint
+    # contains.
     layer = "encoder/layers_0"
     own_bias = f"{layer}/relpos_bias/rel_embedding" in tensors
     _, width = shape(f"{layer}/attention/query/kernel")

@@ -1,6 +1,6 @@
 """Describes how other libraries store the parameters of this package.
 
-Other libraries use other names for parameters, and reorder and merge the axes of parameters.
+Other libraries use different names for the parameters, and transpose or merge axes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from synthesizer_jax.primitives.parameters import abstract_variables
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path, remedy: str = "Copy or download it again.") -> Iterator[None]:
-    """Turns errors of reading a file of tensors into a `ValueError`, like `describing`.
+    """Context manager that turns errors in a file of tensors into a `ValueError`.
 
-    The libraries that read files of tensors raise errors of their own types. The context manager
-    turns all of these errors into a `ValueError`.
+    Unlike `describing`, this context manager also handles the errors of libraries that read
+    tensors.
 
     Args:
       path: the path of the file, for the error message.
-      remedy: a sentence about what the user can do, for the end of the error message.
+      remedy: a sentence that says what the user can do. The sentence is added at the end of the
+        error message.
 
     Raises:
       ValueError: if the contents of the file cannot be read.
@@ -53,8 +54,8 @@ class Layout:
     """Describes how another library stores the axes of a parameter.
 
     Attributes:
-      rows: the number of leading axes that the other library merges to the rows of a matrix. The
-        remaining axes are merged to the columns. `None` means that the axes are the same in both
+      rows: the number of leading axes that the other library merges into the rows of a matrix. The
+        remaining axes are merged into the columns. `None` means that the axes are the same in both
         libraries.
       transposed: whether the matrix is transposed. A transposed layout needs `rows`.
     """
@@ -109,8 +110,8 @@ class Tensor(NamedTuple):
     Attributes:
       shape: the shape of the tensor.
       dtype: the name of the tensor's dtype, in NumPy or in safetensors.
-      read: a function that reads the tensor if the argument is `None`. If the argument is a number,
-        the function reads only this index of axis 1.
+      read: a function that reads the whole tensor if its argument is `None`. If the argument is a
+        number, the function reads only the slice with this index on axis 1.
     """
 
     shape: tuple[int, ...]
@@ -136,7 +137,7 @@ The keys are the path of the parameter in a model with looped layers.
 def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
     """Returns the name and layout in another library for every parameter of a model.
 
-    The keys are those of the model with looped layers, even if the layers of `model` are scanned.
+    The names and layouts are for looped layers, even if the layers of `model` are scanned.
     """
     looped = unroll(model)
     shapes, _ = abstract_variables(looped, *looped.example(1, 1))
@@ -157,7 +158,7 @@ def match_tensors(
 ) -> dict[str, PyTree]:
     """Returns the parameters as nested dictionaries of `Unread`, after checking the tensors.
 
-    The checkpoint must stay open until the parameters are read.
+    The checkpoint must stay open until all parameters have been read.
 
     Args:
       tensors: the tensors of the checkpoint, by name.
@@ -167,8 +168,8 @@ def match_tensors(
         parameters.
 
     Raises:
-      ValueError: if tensors are missing or superfluous, or have the wrong shape or dtype. The
-        message lists all tensors that do not fit.
+      ValueError: if tensors are missing, do not belong to the model, or have the wrong shape or
+        dtype. The message lists all tensors that do not fit.
     """
     problems = []
     for parameter in parameters:
@@ -205,9 +206,9 @@ def _read(tensor: Tensor, parameter: Correspondence) -> np.ndarray:
 def named_tensors(
     params: PyTree, parameters: Sequence[Correspondence]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the value of each parameter in another library.
+    """Yields the name and the array that each parameter has in another library.
 
-    The layers of `params` must be looped.
+    `params` must be the parameters of a model with looped layers.
     """
     ours = traverse_util.flatten_dict(params)
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Makes the sections, tables and charts of an HTML page. Matplotlib draws the charts as SVG."""
+"""Creates the sections, tables and charts of an HTML page. Matplotlib draws the charts as SVG."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.color": FAINT,
     "grid.linewidth": 0.4,
-    "text.parse_math": False,  # a dollar sign does not start a formula
-    "svg.fonttype": "none",  # write text as text instead of as paths
+    "text.parse_math": False,  # a dollar sign must not start a formula
+    "svg.fonttype": "none",  # write text as SVG text, not as paths
     "svg.hashsalt": "report",
 }
 
@@ -56,9 +56,9 @@ class Cell(NamedTuple):
 
     Attributes:
       text: the text.
-      kind: how the cell looks: ``best``, ``right``, ``wrong``, ``code``, or the color of a heading,
-        ``c1`` to ``c8``.
-      note: a smaller text below the text.
+      kind: the style of the cell: ``best``, ``right``, ``wrong``, ``code``, or the color of a
+        heading, ``c1`` to ``c8``.
+      note: a note in smaller print below the text.
     """
 
     text: str
@@ -76,7 +76,7 @@ class Section(NamedTuple):
       headings: the headings of the table's columns.
       rows: the rows of the table.
       numbers: whether all columns except the first contain numbers.
-      folded: whether the section is closed until the reader clicks on the heading.
+      folded: whether the contents of the section are hidden until the reader clicks on the heading.
     """
 
     title: str
@@ -91,15 +91,15 @@ class Section(NamedTuple):
 def write_page(
     path: pathlib.Path, *, title: str, template: str = "page.html.jinja", **variables: object
 ) -> None:
-    """Writes a page, and adds the versions of the libraries at the end of the page.
+    """Writes an HTML page, which ends with the versions of the libraries.
 
     The file is replaced atomically.
 
     Args:
       path: the HTML file.
       title: the title of the page.
-      template: a template of this package that extends ``base.html.jinja``, which has the style
-        sheet.
+      template: the name of a template of this package. The template must extend
+        ``base.html.jinja``, which contains the style sheet.
       **variables: the variables of the template. The variables of ``page.html.jinja`` are
         ``sections``, a list of `Section`, and ``sentences``.
     """
@@ -109,9 +109,9 @@ def write_page(
 
 
 def render(template: str, **variables: object) -> Markup:
-    """Fills a template of this package with variables.
+    """Renders a template of this package with the given variables.
 
-    All texts are escaped, because texts of runs may contain anything. Only objects of the class
+    All texts are escaped, because the texts in runs may contain HTML. Only objects of the class
     `Markup` are not escaped.
 
     Args:
@@ -139,16 +139,16 @@ def line_chart(
     logarithmic_x: bool = False,
     title: str = "",
 ) -> Markup:
-    """Draws lines, and bands around lines that have four sequences.
+    """Draws lines. A line that consists of four sequences has a band around it.
 
     Args:
       lines: the lines by name. Each line has its own color.
       x_label: the label of the x axis.
       y_label: the label of the y axis.
-      points: further lines, which have markers. Each of these lines has the color of the line with
-        the same name.
-      logarithmic: whether the y axis may be logarithmic. The y axis becomes logarithmic if all y
-        are positive and the largest y is at least five times the smallest y.
+      points: further lines, which have markers. Each of these lines has the same color as the line
+        in `lines` with the same name.
+      logarithmic: whether the y axis may be logarithmic. The y axis becomes logarithmic if all
+        values of y are positive, and the largest value is at least five times the smallest.
       logarithmic_x: whether the x axis is logarithmic.
       title: the title of the chart.
     """
@@ -160,7 +160,7 @@ def line_chart(
         for i, (name, line) in enumerate(lines.items()):
             color = f"C{i}"
             marked = (points or {}).get(name, ([], []))
-            dash = "-" if i < 8 else "--"  # lines after the eighth repeat the eight colors
+            dash = "-" if i < 8 else "--"  # from the ninth line on, the eight colors repeat
             axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=short_label(name))
             axes.plot(*marked[:2], "osD^vPX*"[i % 8] + dash, color=color, markersize=4)
             for drawn in (line, marked):
@@ -193,10 +193,10 @@ def heat_maps(
     columns: Sequence[str] = (),
     number: str = "{:.2f}",
 ) -> Markup:
-    """Shows matrices as tables whose cells are darker for numbers that are farther from 0.
+    """Shows matrices as tables, in which a cell is darker the farther its number is from 0.
 
-    Negative and positive numbers have different colors. The cell of a NaN is empty. Rows are
-    numbered from 1. Columns are numbered from 1 if they have no names.
+    Negative and positive numbers have different colors. The cell is empty if the number is NaN.
+    Rows are numbered from 1. Columns are numbered from 1 if they have no names.
 
     Args:
       panels: matrices of the same shape, by title.
@@ -217,7 +217,7 @@ def heat_maps(
 
 
 def short_label(text: str) -> str:
-    """Returns a text as the label of a chart, which is a line of at most 40 characters.
+    """Shortens a text to a single line of at most 40 characters, for the label of a chart.
 
     If the text is longer, the middle of the text is left out.
     """
@@ -229,13 +229,13 @@ def short_label(text: str) -> str:
 def drawing_style() -> Iterator[None]:
     """Returns a context manager in which Matplotlib draws charts in the style of the pages."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
-        # The browser's fonts are used, so characters missing in Matplotlib's font do not matter.
+        # The page uses the fonts of the browser, so ignore characters that Matplotlib's font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         yield
 
 
 def to_svg(figure: Figure, label: str = "") -> Markup:
-    """Returns a figure as SVG that follows the colors and the width of the page.
+    """Converts a figure to SVG that has the colors of the page and adapts to the page's width.
 
     Args:
       figure: the figure.
@@ -245,11 +245,11 @@ def to_svg(figure: Figure, label: str = "") -> Markup:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     svg = re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    # Remove the ids of groups. All charts have the same ids, but an id may occur only once in a
-    # page.
+    # Remove the ids of groups, because all charts use the same ids, but an id may occur only once
+    # in a page.
     svg = re.sub(r' id="[A-Za-z.]+_\d+"', "", svg)
-    # Remove the width and the height. The page sets the width, and the view box keeps the
-    # proportions.
+    # Remove the fixed width and height. The page determines the width, and the view box preserves
+    # the proportions.
     opening = Markup(r'<svg role="img" aria-label="{}" \1').format(label.replace("\\", "/"))
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', opening, svg, count=1, flags=re.S)
     # The SVG is safe HTML, because Matplotlib escapes texts.

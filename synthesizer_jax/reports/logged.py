@@ -1,4 +1,4 @@
-"""Reads the logs and results of runs as data, without loading their models or their code."""
+"""Reads the logs and results of runs without loading the runs' models or users' code."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class LoggedRun:
     """The logs and results of a run.
 
     Attributes:
-      name: a name for the run, which is the end of its path.
+      name: a name for the run, which is the last part of its path.
       experiment: the contents of ``experiment.json``.
-      training: the records of training, by step.
-      evaluations: the records of evaluations, by step. If the command ``eval`` has evaluated a step
-        again, the record has the results of ``eval``.
+      training: the metrics of training, by step.
+      evaluations: the metrics of evaluations, by step. If the command ``eval`` has evaluated a step
+        again, the metrics of this step are those of ``eval``.
       newest: the numeric measures of the newest evaluation, by name.
       answers: the labeled predictions of the newest evaluation, by task and example.
       parameters: the number of parameters of the model, or `None` if the run has no checkpoint.
-      adapters: the number of parameters in adapters, or `None` if the run does not train adapters.
+      adapters: the number of parameters in the run's adapters, or `None` if the run does not train
+        adapters.
     """
 
     name: str
@@ -58,7 +59,7 @@ class System:
     """One or more runs whose experiments differ only in their seeds.
 
     Attributes:
-      name: a common name of the runs.
+      name: a name for all of the runs together.
       runs: the runs.
     """
 
@@ -66,17 +67,17 @@ class System:
     runs: tuple[LoggedRun, ...]
 
     def curve(self, kind: str, name: str, *, most: int = 10**9) -> Line:
-        """Returns the mean of a measure over the runs, at the steps that all runs have logged.
+        """Returns the mean of a measure over the runs, for each step that all runs have logged.
 
         Args:
           kind: ``training`` or ``evaluations``.
           name: the name of the measure.
-          most: the largest number of points. If there are more steps, neighboring steps are
-            averaged.
+          most: the largest number of points. If there are more steps than `most`, neighboring steps
+            are averaged.
 
         Returns:
-          The steps and the means. If there are several runs, the lowest and the highest values
-          follow.
+          A tuple of the steps and the means. If there are several runs, the tuple also contains the
+          lowest and the highest values.
         """
         by_step = [
             {step: r[name] for step, r in getattr(run, kind).items() if r.get(name) is not None}
@@ -99,7 +100,7 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
 
     The runs of a group may also differ in fields that do not influence the results, such as the
     writers of metrics. If two runs of a group have exactly the same experiment, each run of the
-    group becomes a system of its own.
+    group becomes a separate system.
 
     Args:
       directories: the directories of the runs.
@@ -108,7 +109,8 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
       FileNotFoundError: a directory does not contain a run.
       ValueError: a run has logged nothing yet, or a file is damaged.
     """
-    # The name of a run is the shortest end of the run's path that differs between all runs.
+    # The name of a run consists of the last parts of its path, with as few parts as are needed to
+    # tell all runs apart.
     paths = [absolute(directory).parts for directory in directories]
     distinct = (n for n in range(1, 9) if len({parts[-n:] for parts in paths}) == len(paths))
     length = next(distinct, 1)
@@ -123,13 +125,14 @@ def read_systems(directories: Sequence[pathlib.Path]) -> list[System]:
 
     systems: list[System] = []
     for runs in groups.values():
-        # Users probably want to compare runs with the same experiment. For example, the runs may
-        # have been made before and after a change of the code.
+        # If runs have exactly the same experiment, the user probably wants to compare them. For
+        # example, they may have been trained before and after a change of the code.
         alike = len({json.dumps(run.experiment) for run in runs}) < len(runs)
         for together in [[run] for run in runs] if alike else [runs]:
             name = together[0].name
             if len(together) > 1:
-                # Use the common beginning of the runs' names, without the number of the seed.
+                # Name the system by the common beginning of the runs' names, without a number at
+                # its end.
                 shared = os.path.commonprefix([run.name for run in together])  # noqa: RUF071
                 common = re.sub(r"[-_./]?\d*$", "", shared)
                 if common and common not in {system.name for system in systems}:
@@ -164,8 +167,8 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
             "eval'."
         )
     for record in evaluations.values():
-        # If the data has no metrics, the score is the negative loss. Leave out the score in this
-        # case, because the score would only repeat the loss.
+        # If the tasks have no metrics, the score is the negative loss. Leave out such a score,
+        # because it would only repeat the loss.
         if record.get("score") == -(record.get("loss") or math.nan):
             del record["score"]
 
@@ -197,10 +200,10 @@ def read_run(name: str, directory: pathlib.Path) -> LoggedRun:
 def _count_in_base(experiment: JSON) -> int | None:
     """Returns the number of parameters of the model whose adapters a run trains.
 
-    The result is `None` if the run or the checkpoint of the model does not exist any more.
+    The result is `None` if the run or the checkpoint that contains the model no longer exists.
 
     Args:
-      experiment: the experiment of the run with adapters, as JSON data.
+      experiment: the experiment of the run that trains adapters, as JSON data.
     """
     base = storage_path(experiment["init_from"])
     if not is_run(base):
@@ -225,7 +228,7 @@ def _read_results(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_answers(path: pathlib.Path) -> dict[str, Record]:
-    """Returns the labeled predictions of a task, by their index and input.
+    """Returns the labeled predictions of a task, by the index and the input of the example.
 
     The result is empty if the predictions were not written.
     """
@@ -240,14 +243,14 @@ def _read_answers(path: pathlib.Path) -> dict[str, Record]:
 
 
 def differences(values: Sequence[JSON], path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yields the path of each field in which experiments differ, and its value in each experiment.
+    """Yields the path of each field in which experiments differ, with its value in each experiment.
 
-    Seeds are left out. Objects of different classes, and lists of different lengths, are yielded as
-    a whole.
+    Seeds are left out. If the values of a field are objects of different classes or lists of
+    different lengths, the whole values are yielded.
 
     Args:
       values: the experiments, or a field of each, as JSON data.
-      path: the path of the field. The path of the experiments themselves is empty.
+      path: the path of the field. The path is empty if `values` are the experiments themselves.
     """
     if all(value == values[0] for value in values):
         return
@@ -261,7 +264,7 @@ def differences(values: Sequence[JSON], path: str = "") -> Iterator[tuple[str, l
 
 
 def _compact(value: JSON) -> str:
-    """Returns JSON data in one line, and writes an object as a call of its class."""
+    """Formats JSON data in one line. An object is written like a call of its class."""
     if isinstance(value, dict):
         fields = [f"{n}={_compact(v)}" for n, v in value.items() if n != "type" and v is not None]
         return f"{value.get('type', '')}({', '.join(fields)})"

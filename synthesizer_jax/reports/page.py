@@ -1,4 +1,4 @@
-"""Writes the page that compares systems, from the logs of their runs."""
+"""Writes the HTML page that compares systems, based on the logs of their runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
       systems: one or more systems.
 
     Returns:
-      The rows of the table of scores. The text of a row's first cell is a task, and the note of the
-      cell is a metric. The other cells of a row contain the scores of the systems.
+      The rows of the table of scores. In the first cell of a row, the text is the name of a task,
+      and the note is the name of a metric. The other cells of a row contain the scores of the
+      systems.
     """
     runs = [run for system in systems for run in system.runs]
     tasks = dict.fromkeys(task for run in runs for task in run.answers)
@@ -61,16 +62,17 @@ def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cel
 
 
 def _scores(systems: Sequence[System]) -> list[list[Cell]]:
-    """Returns a row of a table for each task and metric.
+    """Returns the rows of the table of scores, one row for each task and metric.
 
-    The first cell names the task and the metric. Every other cell contains the mean of a system
-    over its runs. If the system has several runs, the standard error follows the mean. The note of
-    an accuracy is the confidence interval of the accuracy.
+    The first cell names the task and the metric. Every other cell belongs to a system, and contains
+    the mean over the system's runs. If the system has several runs, the mean is followed by its
+    standard error. If the metric is accuracy, the note is the confidence interval.
     """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
     tasks = [name for name in names if "/" in name and not name.endswith("/loss")]
     overall = [name for name in ("GLUE", "SuperGLUE", "score", "loss") if name in names]
-    # A measure over all tasks can be compared only between runs with the same tasks.
+    # A measure that is computed over all tasks can be compared only between runs with the same
+    # tasks.
     same_tasks = len({frozenset(run.newest) for s in systems for run in s.runs}) == 1
     rows = []
     for name in (*tasks, *overall):
@@ -108,7 +110,7 @@ def _mean(values: Sequence[float], digits: int) -> float:
 
 
 def _interval_of_runs(runs: Sequence[LoggedRun], task: str) -> str:
-    """Returns the mean confidence interval of the accuracies of runs as text.
+    """Returns the confidence interval of the runs' accuracies as text, averaged over the runs.
 
     The text is empty if no run has labeled answers.
     """
@@ -122,7 +124,7 @@ def _interval_of_runs(runs: Sequence[LoggedRun], task: str) -> str:
 def _interval(answers: Sequence[Record]) -> tuple[float, float]:
     """Returns Wilson's 95% confidence interval (1927) of an accuracy, in percent.
 
-    Both ends of the interval are NaN if the answers have no labels.
+    Both bounds of the interval are NaN if the answers have no labels.
     """
     z = 1.96
     n = len(answers)
@@ -134,12 +136,12 @@ def _interval(answers: Sequence[Record]) -> tuple[float, float]:
 
 
 def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
-    """Returns two lists of charts by step.
+    """Returns two lists of charts with the training step on the x axis.
 
-    The first list contains a chart of the mean score over tasks, and a chart of the loss. If there
-    is only one task, the first chart shows the score of this task. The second list contains a chart
-    for each task if there are several tasks. Charts of scores are left out if there was only one
-    evaluation.
+    The first list contains a chart of the mean score over all tasks, and a chart of the loss. If
+    there is only one task, the first chart shows the score of this task. If there are several
+    tasks, the second list contains a chart for each of them. Charts of scores are left out if there
+    was only one evaluation.
     """
     names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
     # Keep only the first measure of every task.
@@ -173,7 +175,7 @@ def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
 
 
 def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Record]]]:
-    """Returns the answers of a task in the form of `Shared`."""
+    """Returns the answers to the examples of a task, in the form that `Shared` describes."""
     runs = [[run.answers[task] for run in s.runs if task in run.answers] for s in systems]
     every = list(itertools.chain(*runs))
     keys = [key for key in every[0] if all(key in answers for answers in every)]
@@ -181,13 +183,13 @@ def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Reco
 
 
 def _share_right(records: Sequence[Record]) -> float:
-    """Returns the share of records whose answer is right, or NaN if no record has a label."""
+    """Returns the fraction of records whose answer is right, or NaN if no record has a label."""
     right = [r["label"] == r["target_label"] for r in records if "label" in r]
     return sum(right) / len(right) if right else math.nan
 
 
 def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
-    """Yields rows of a table: the input, the target and the answers of each system to an example.
+    """Yields the rows of a table of examples: the input, the target and each system's answers.
 
     The table shows the four examples of each task in which the systems differ most.
     """
@@ -195,8 +197,9 @@ def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
     def order(example: list[list[Record]]) -> tuple[float, float]:
         """Returns a sort key that is smaller for examples in which systems differ more.
 
-        If the examples have labels, the key contains the difference between the systems' shares of
-        right answers. Otherwise, the key is the negative number of different predictions.
+        If the examples have labels, the key is based on the difference between the lowest and the
+        highest fraction of right answers of a system. If there are no labels, the key is based on
+        the number of different predictions.
         """
         shares = list(map(_share_right, filter(None, example)))
         if math.isnan(shares[0]):
@@ -211,7 +214,7 @@ def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
 
 
 def _judge(records: Sequence[Record]) -> list[Cell]:
-    """Returns the different answers of a system's runs, and how many runs gave each answer.
+    """Returns the distinct answers of a system's runs, with the number of runs that gave each one.
 
     If the task has labels, an answer is marked as right or wrong.
     """
@@ -228,10 +231,10 @@ def _judge(records: Sequence[Record]) -> list[Cell]:
 
 
 def _speed(system: System) -> list[str | Cell]:
-    """Returns a system's row of the table of speed.
+    """Returns the row of a system in the table that compares training speed.
 
-    The row contains the name, the number of runs, the steps, the parameters and the rates. A rate
-    is the median over all logged steps, and the note of a rate contains the quartiles.
+    The row contains the name, the number of runs, the steps, the parameters and the rates. The text
+    of a rate is the median over all logged steps, and its note contains the quartiles.
     """
     sizes, adapters = (
         " or ".join(f"{number:,}" for number in sorted({*numbers} - {None}))

@@ -1,1 +1,1 @@
-"""The files in the directory of a run: its lock, its record of users' code, and its logs."""
+"""The files in the directory of a run: the lock, the record of users' code, and the logs."""

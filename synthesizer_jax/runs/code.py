@@ -1,4 +1,4 @@
-"""Users' code that a run needs, recorded in the run directory.
+"""Records users' code that a run needs in the run directory.
 
 A run directory may contain a folder ``code/`` with the names of packages and copies of recipe
 files. The folder is only a record, and nothing in it is imported or executed automatically. A
@@ -25,7 +25,7 @@ from synthesizer_jax.base.registry import EXTRA_MESH_AXES, REGISTRY
 CODE_DIRECTORY = "code"
 IMPORTS_FILE = "imports.json"
 
-_imported: set[str] = set()  # names of the packages that this process has imported for users
+_imported: set[str] = set()  # packages that this process has imported for users
 
 
 class Source(NamedTuple):
@@ -53,9 +53,9 @@ class Code:
     sources: tuple[Source, ...] = ()
 
     def __add__(self, other: Code) -> Code:
-        """Returns the code of both objects.
+        """Returns the packages and files of both objects.
 
-        A file in `other` replaces a file of the same name in this object.
+        If both objects contain a file of the same name, the file in `other` is used.
         """
         sources = {source.name: source for source in (*self.sources, *other.sources)}
         return Code(
@@ -69,14 +69,14 @@ _executed: dict[Source, tuple[ModuleType, Code]] = {}
 
 
 def load_user_code(names: Sequence[str]) -> Code:
-    """Imports packages and executes files, and returns a `Code` with their names and contents.
+    """Imports packages, executes files, and returns a `Code` that describes the packages and files.
 
     Args:
       names: names of packages, and paths of files that end in ``.py``.
 
     Raises:
-      ValueError: a package or file does not exist, or a file raises an error. The message then
-        names the file and the line.
+      ValueError: a package or file does not exist, or executing a file raises an error. The message
+        about such an error names the file and the line.
     """
     code = NOTHING
     for name in names:
@@ -91,7 +91,7 @@ def load_user_code(names: Sequence[str]) -> Code:
 def imported_names() -> list[str]:
     """Returns the users' packages that this process has imported, and the files it has executed.
 
-    Files that registered nothing are left out.
+    Files that have registered nothing are left out.
     """
     files = [str(module.__file__) for module, code in _executed.values() if code != NOTHING]
     return [*sorted(_imported), *files]
@@ -116,7 +116,7 @@ def execute(path: str) -> tuple[ModuleType, Code]:
         module = ModuleType(f"recipe_{pathlib.Path(path).stem}")
         module.__file__ = path
         before = _registered_names()
-        sys.modules[module.__name__] = module  # the dataclass decorator looks up the module by name
+        sys.modules[module.__name__] = module  # the decorator `dataclass` looks it up
         with convert_errors(path):
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
         needed = NOTHING
@@ -165,7 +165,7 @@ def _is_module_name(name: object) -> bool:
 
 @contextlib.contextmanager
 def convert_errors(path: str) -> Iterator[None]:
-    """Context manager that turns errors in a user's file into a `ValueError` with file and line.
+    """Context manager that turns an error in a user's file into a `ValueError` with file and line.
 
     Args:
       path: the path of the file, as it was passed to `compile`.
@@ -174,12 +174,12 @@ def convert_errors(path: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # The last frame in the file is the innermost line of the user's code.
+        # The last frame that belongs to the file is the innermost line of the user's code.
         lines = [frame.lineno for frame in frames if frame.filename == path]
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
-            # A file with a syntax error was not executed, so it has no frame. The error itself has
-            # the line.
+            # A file with a syntax error was not executed, so no frame belongs to it. The error
+            # itself contains the line.
             lines = [error.lineno]
             text = error.msg
         where = f"{path}, line {lines[-1]}" if lines else path
@@ -187,8 +187,9 @@ def convert_errors(path: str) -> Iterator[None]:
 
 
 def _registered_names() -> tuple[dict[Any, Any], ...]:
-    """Returns copies of everything that code can register with this package and with SeqIO."""
-    # The import is here, because commands that only load a model need no tasks.
+    """Returns copies of the registries of this package and SeqIO, to detect what code registers."""
+    # Import the registry of tasks only here, because commands that only load a model do not need
+    # tasks.
     from synthesizer_jax.tasks import task_registry
 
     registries: list[Mapping[Any, Any]] = [
@@ -197,7 +198,7 @@ def _registered_names() -> tuple[dict[Any, Any], ...]:
         task_registry.TASKS,
         task_registry.MIXTURES,
     ]
-    # SeqIO is slow to import. As long as SeqIO is not imported, nothing is registered with it.
+    # SeqIO is slow to import. If SeqIO has not been imported, nothing can be registered with it.
     seqio = sys.modules.get("seqio")
     if seqio is not None:
         registries.append(dict.fromkeys(seqio.TaskRegistry.names()))
@@ -246,8 +247,8 @@ def recorded_code(directory: pathlib.Path) -> Code:
 def _is_file_name(name: str) -> bool:
     """Returns whether a recorded name is the name of a file without folders.
 
-    The record may come from someone else. A recorded name with folders could point to a file
-    outside of the run directory.
+    The check is needed because a run directory may come from someone else. A recorded name with
+    folders could point to a file outside of the run directory.
     """
     return pathlib.PurePath(name).name == name != ""
 
@@ -255,12 +256,12 @@ def _is_file_name(name: str) -> bool:
 def require_code(directory: pathlib.Path) -> None:
     """Checks that all users' code of a run has been loaded in this process.
 
-    A file that was executed also counts for a recorded file of the same name, so that users can
+    A recorded file counts as loaded if any file of the same name was executed, so that users can
     load a corrected version.
 
     Raises:
-      ValueError: some code was not loaded. The message contains the ``--import`` options to add
-        after reading the code.
+      ValueError: some code was not loaded. The message contains the ``--import`` options that the
+        user can add after reading the code.
     """
     code = recorded_code(directory)
     missing = [name for name in code.packages if name not in sys.modules]

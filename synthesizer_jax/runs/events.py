@@ -47,7 +47,8 @@ def add_event(
     values = Event(time=time.time() if at is None else at, event=event, step=step, text=text)
     line = json.dumps(values).encode() + b"\n"
     if path.exists() and not path.read_bytes().endswith(b"\n"):
-        # A process that was killed has left an incomplete line, so the event begins on a new line.
+        # A process that was killed may have left an incomplete line, so begin the event on a new
+        # line.
         line = b"\n" + line
     append(path, line)
 

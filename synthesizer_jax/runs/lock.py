@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class InUseError(OSError):
-    """Another process trains in the run directory."""
+    """The error that is raised if another process is training in the run directory."""
 
 
 @contextlib.contextmanager
@@ -26,8 +26,8 @@ def lock_directory(directory: pathlib.Path) -> Iterator[None]:
     """Context manager that creates a run directory and locks it for this process.
 
     The operating system releases the lock when the process ends, even if it crashes. The lock file
-    stays in the directory. Buckets have no file locks, so a run in a bucket is not locked. On a
-    file system without locks, a warning is logged and the run is not locked.
+    stays in the directory. Buckets have no file locks, so a run in a bucket is not locked. If the
+    file system does not support locks, a warning is logged and the run is not locked.
 
     Args:
       directory: the run directory.

@@ -1,4 +1,4 @@
-"""The metrics of a run: a file with one JSON record per line, TensorBoard's files, and rates."""
+"""The metrics of a run, which are written as JSON lines and for TensorBoard, and its throughput."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class MetricsWriter:
         steps are removed from the file, because the run will write them again.
 
     Attributes:
-      removed: kinds and steps of the metrics that were removed.
+      removed: the kind and the step of all metrics that were removed.
     """
 
     def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS_FILE
-        self._lines = b""  # lines that are not yet written to the file
+        self._lines = b""  # lines that are not in the file yet
         self._flushes = not in_bucket(directory)
         self._folder = directory / "tensorboard"
         self._restored_step = restored_step
@@ -55,14 +55,14 @@ class MetricsWriter:
         The file is opened when the first metrics are written, because tensorboardX is slow to
         import.
         """
-        # tensorboardX's SummaryWriter would write in a thread that may prevent the process from
-        # ending. `EventsWriter` writes in the calling thread.
+        # Use `EventsWriter`, which writes in the calling thread. tensorboardX's SummaryWriter would
+        # write in a background thread that may prevent the process from ending.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._folder.mkdir(exist_ok=True)
         board = EventsWriter(str(self._folder / "events"))
-        # The START entry makes TensorBoard drop the entries of later steps that an earlier process
+        # The START event makes TensorBoard ignore events of later steps that an earlier process
         # wrote.
         start = SessionLog(status=SessionLog.START)
         board.write_event(
@@ -111,12 +111,12 @@ class MetricsWriter:
 
 
 def _truncate_metrics(path: pathlib.Path, step: int) -> set[tuple[str, int]]:
-    """Removes damaged lines and the records after `step` from a metrics file.
+    """Removes damaged lines and all records of steps after `step` from a metrics file.
 
     Damaged lines are reported by a warning.
 
     Returns:
-      The kinds and steps of the removed records.
+      The kind and the step of every removed record.
     """
     if not path.exists():
         return set()
@@ -168,7 +168,7 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
 
 
 def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Returns all complete lines of a metrics file with their records, or None for a damaged line.
+    """Returns all complete lines of a metrics file, each with its record, or None if it is damaged.
 
     The last line is left out if it does not end with a line break, because it is incomplete.
     """
@@ -177,7 +177,7 @@ def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None
         try:
             record = json.loads(line)
             numbers = [x for name, x in record.items() if name != "kind" and x is not None]
-            # `abs` raises a TypeError for values that are not numbers.
+            # Check that the values are numbers, because `abs` raises a TypeError for other values.
             valid = (
                 isinstance(record["kind"], str)
                 and "step" in record
@@ -190,10 +190,11 @@ def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None
 
 
 class Throughput:
-    """Measures steps and tokens per second, the share of padding, and device utilization.
+    """Measures steps and tokens per second, the fraction of padding, and device utilization.
 
     Attributes:
-      utilizations: utilizations by name at one step per second, from `Trainer.measure_utilization`.
+      utilizations: the utilizations at a rate of one step per second, by name, from
+        `Trainer.measure_utilization`.
     """
 
     def __init__(self) -> None:
@@ -223,12 +224,11 @@ class Throughput:
         """Context manager for work that does not count as training time, such as compilation."""
         start = time.perf_counter()
         yield
-        # Moving the start of the measurement has the same effect as subtracting the time of the
-        # pause.
+        # Move the start of the measurement, which has the same effect as subtracting the pause.
         self._start += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
-        """Returns the rates, the share of ``padding`` and the utilizations since the last call.
+        """Returns the rates, the fraction of ``padding`` and the utilizations since the last call.
 
         Each call starts a new measurement.
         """

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a progress bar on a terminal, lines of text elsewhere."""
+"""Shows the progress of a run as a progress bar on a terminal, and as lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}
 class Progress:
     """Shows the progress of a run.
 
-    On a terminal or in a notebook, a progress bar and lines for evaluations and checkpoints are
-    shown. Elsewhere, only lines are printed, including a line every `training.log_every` steps.
+    On a terminal or in a notebook, the class shows a progress bar, and a line for every evaluation
+    and checkpoint. Elsewhere, only lines of text are printed, including a line every
+    `training.log_every` steps.
 
     Args:
       total: number of steps of the run.
-      title: a title, shown before the bar.
-      visible: whether to show anything. If `visible` is false, only urgent messages are printed, to
-        standard error.
+      title: a title, which is shown before the progress bar.
+      visible: whether to show anything. If `visible` is false, only urgent messages are printed.
+        They go to standard error.
     """
 
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
@@ -57,7 +58,7 @@ class Progress:
     def log_training(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the loss and the rates of training."""
         parts = [f"loss {values['loss']:.4g}"]
-        if "learning_rate" in values:  # absent if the optimizer has no known schedule
+        if "learning_rate" in values:  # absent if the schedule is unknown
             parts.append(f"learning rate {values['learning_rate']:.3g}")
         parts += [
             f"padding {values['padding']:.0%}",
@@ -85,7 +86,7 @@ class Progress:
         self.say(step, text)
 
     def say(self, step: int, text: str, *, urgent: bool = False) -> None:
-        """Prints a line about a step. Urgent lines are printed even without visible progress."""
+        """Prints a line about a step. Urgent lines are printed even if progress is not visible."""
         width = len(str(self._total))
         if self._visible or urgent:
             self._console.print(escape_controls(f"step {step:>{width}}/{self._total}  {text}"))
@@ -97,10 +98,10 @@ class Progress:
 
 @contextlib.contextmanager
 def show_phases(*, visible: bool = True) -> Iterator[Phase]:
-    """Context manager that shows the phases of a command, on standard error.
+    """Context manager that shows the phases of a command on standard error.
 
     The context manager yields a `Phase`, which is a function that starts a new phase. The function
-    prints the title as a line, and shows a bar if standard error is a terminal.
+    prints the title of the phase, and shows a progress bar if standard error is a terminal.
 
     Args:
       visible: whether to show anything.
@@ -116,7 +117,7 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
     )
 
     def phase(title: str, total: int) -> Callable[[int], object]:
-        """Prints the title of a phase and replaces the bar of the previous phase."""
+        """Prints the title of a phase, and replaces the progress bar of the previous phase."""
         if visible:
             console.print(escape_controls(title))
         for task in bar.task_ids:
@@ -141,9 +142,10 @@ def summary_lines(
       directory: the run directory.
       steps: number of finished steps.
       saved: the steps of the run's checkpoints.
-      data_dir: the data directory for the commands. None means the default directory.
-      prompt: the example prompt for ``synthesizer-jax generate``. If the model does not write text,
-        the prompt is an empty string.
+      data_dir: the data directory to use in the suggested commands. None means the default
+        directory.
+      prompt: an example prompt for the suggested command ``synthesizer-jax generate``. The prompt
+        must be empty if the model does not generate text.
     """
     finished = f"{directory} has finished its {steps:,} steps."
     scores = read_scores(directory / METRICS_FILE)

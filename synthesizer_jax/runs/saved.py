@@ -37,8 +37,8 @@ def load_model(directory: pathlib.Path) -> SavedModel:
     """
     record = read_experiment(directory)
     with describing(directory / EXPERIMENT_FILE, REMEDY):
-        # Only the fields `model` and `vocabulary` are rebuilt, so the modules of training are not
-        # imported.
+        # Build only the objects in the fields `model` and `vocabulary`, so that the modules for
+        # training are not imported.
         model = from_json(record["model"], "model")
         vocabulary = from_json(record["vocabulary"], "vocabulary")
         for value, kind in ((model, TokenModel), (vocabulary, Vocabulary)):
@@ -54,8 +54,8 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
 
     Args:
       directory: the run directory.
-      as_data: whether the caller only looks at the data and does not rebuild its objects. Users'
-        code then does not need to be imported.
+      as_data: whether the caller only reads the data and does not build objects from it. If
+        `as_data` is true, users' code does not have to be imported.
 
     Raises:
       FileNotFoundError: the directory does not contain a run.
@@ -75,14 +75,14 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
 
 
 def has_adapters(directory: pathlib.Path) -> bool:
-    """Returns whether the checkpoints of a run hold adapters, which modify another checkpoint."""
+    """Returns whether a run's checkpoints hold only adapters for a model in another checkpoint."""
     return bool(read_experiment(directory, as_data=True)["training"].get("adapters"))
 
 
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     """Returns the run directory and the step of ``RUN`` or ``RUN/checkpoints/STEP``.
 
-    For ``RUN``, the step is None, which means the newest checkpoint.
+    If the path is ``RUN``, the step is None, which means the newest checkpoint.
 
     Raises:
       ValueError: the directory does not contain a run of this package.
@@ -135,12 +135,13 @@ def open_vocabulary(
 
     Args:
       vocabulary: the vocabulary in the run's experiment.
-      directory: the directory to which a relative path of the vocabulary refers.
+      directory: the directory that contains the vocabulary's file if the path of the file is
+        relative.
       model: the model of the run.
 
     Raises:
       ValueError: the model's embedding has fewer rows than the vocabulary has ids, or the model's
-        `ids` differ from the ids of the vocabulary.
+        special ids (`ids`) do not fit the vocabulary.
     """
     config = with_absolute_path(vocabulary, directory)
     assert config is not None

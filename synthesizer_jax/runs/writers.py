@@ -1,8 +1,8 @@
 """Sends the metrics of a run to services such as Weights & Biases.
 
-A package can add a writer by an entry point in the group ``synthesizer_jax.writers``. The entry
+A package can add a writer with an entry point in the group ``synthesizer_jax.writers``. The entry
 point is a callable that takes the run directory and the experiment as JSON data, and returns a
-`Writer`. The name of the entry point is used in `Training.writers`.
+`Writer`. Users select the writer by putting the name of the entry point into `Training.writers`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Writer(Protocol):
         """
 
     def flush(self) -> None:
-        """Called after a checkpoint was saved, to send everything that was not sent yet."""
+        """Called after a checkpoint was saved, to send all metrics that were not sent yet."""
 
     def close(self, *, failed: bool) -> None:
         """Called when the run ends.
 
         Args:
-          failed: whether an error or a signal has ended the run.
+          failed: whether the run was ended by an error or a signal.
         """
 
 
@@ -54,7 +54,7 @@ OpenWriter: TypeAlias = Callable[[pathlib.Path, JSON], Writer]
 
 
 def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
-    """Returns the functions that open the writers with the given names, by name.
+    """Returns a dictionary from the given names of writers to the functions that open the writers.
 
     Raises:
       ValueError: no writer has one of these names, or the library of a writer is not installed.
@@ -68,7 +68,7 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
                 f"{did_you_mean(name, entries) or '.'} The installed packages have the writers "
                 f"{', '.join(sorted(entries))}."
             )
-        # The writers in this module are named after their libraries.
+        # Every writer in this module has the name of the library that it needs.
         if entries[name].module == __name__ and not is_installed(name):
             raise ValueError(
                 f"training.writers contains {name!r}, but the library {name} is not installed. Run "
@@ -79,17 +79,17 @@ def find_writers(names: Iterable[str]) -> dict[str, OpenWriter]:
 
 
 def _run_key(directory: pathlib.Path) -> str:
-    """Returns a key that identifies a run in services, even when the run is continued.
+    """Returns a key that identifies a run in a service, and stays the same when the run continues.
 
-    A new run that replaces a deleted run in the same directory has another key, because the key
-    depends on the time of the run's first event.
+    If a new run replaces a deleted run in the same directory, the new run has a different key,
+    because the key depends on the time of the run's first event.
     """
     first = next(read_events(directory))
     return hashlib.sha256(f"{absolute(directory)} {first['time']}".encode()).hexdigest()[:16]
 
 
 class _Tracker:
-    """Writes to Weights & Biases, or to trackio, which has a module with the same functions."""
+    """Writes to Weights & Biases, or to trackio, whose module has the same functions."""
 
     def __init__(self, module: str, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module(module)
@@ -97,7 +97,7 @@ class _Tracker:
         path = absolute(directory)
         key = _run_key(directory)
         options = {"name": path.name, "id": key}
-        if module == "trackio":  # trackio identifies runs by their names
+        if module == "trackio":  # trackio identifies a run by its name
             options = {"name": f"{path.name}-{key}"}
         self._module.init(project=path.parent.name, config=config, resume="allow", **options)
 
@@ -109,7 +109,7 @@ class _Tracker:
         """Does nothing, because the library sends metrics from its own thread or process."""
 
     def close(self, *, failed: bool) -> None:
-        """Waits until everything is sent, and ends the run."""
+        """Waits until all metrics are sent, and ends the run in the service."""
         if self._takes_status:
             self._module.finish(exit_code=int(failed))
         else:
@@ -119,8 +119,8 @@ class _Tracker:
 class _MLflow:
     """Writes to MLflow, at the address in the environment variable ``MLFLOW_TRACKING_URI``.
 
-    Characters that MLflow does not allow in names are replaced by ``_``, and names are cut after
-    250 characters.
+    In the names of metrics, characters that MLflow does not allow are replaced by ``_``. Names are
+    truncated to 250 characters.
     """
 
     def __init__(self, directory: pathlib.Path, config: JSON):
@@ -128,7 +128,7 @@ class _MLflow:
         path = absolute(directory)
         key = _run_key(directory)
         experiment = self._module.set_experiment(path.parent.name)
-        # The key of a run is used to find it again when it continues.
+        # If the run continues, find its earlier entry in MLflow by the key.
         before = self._module.search_runs(
             [experiment.experiment_id], f"tags.key = '{key}'", output_format="list"
         )
@@ -143,12 +143,12 @@ class _MLflow:
         self._sent.append(self._module.log_metrics(named, step=step, synchronous=False))
 
     def flush(self) -> None:
-        """Waits until everything is sent. Errors of the service are raised by `flush`."""
+        """Waits until all metrics are sent. If the service fails, this method raises the error."""
         while self._sent:
             self._sent.pop(0).wait()
 
     def close(self, *, failed: bool) -> None:
-        """Waits until everything is sent, and ends the run."""
+        """Waits until all metrics are sent, and ends the run in the service."""
         try:
             self.flush()
         finally:

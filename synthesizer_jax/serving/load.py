@@ -23,7 +23,7 @@ class Model:
     Attributes:
       info: the contents of ``model.json``.
       parameters: the parameters of the model by name, on the default device.
-      programs: the programs by name, as functions. The first argument of every program is
+      programs: the programs by name, as Python functions. The first argument of every function is
         `parameters`.
       pieces: the SentencePiece processor, or `None` if tokens are bytes.
     """
@@ -72,10 +72,11 @@ class Model:
           texts: a list of inputs.
 
         Raises:
-          ValueError: `texts` is not a list of strings, or a text to continue is too long.
+          ValueError: `texts` is not a list of strings, or the model continues texts and a text is
+            too long.
         """
         inputs = self.tokens(texts)
-        # The programs take at least one row.
+        # The programs need at least one input.
         if not texts:
             return []
         tokens, _ = self.programs["generate"](self.parameters, inputs)
@@ -84,12 +85,13 @@ class Model:
     def tokens(self, texts: list[str], limit: int | None = None) -> np.ndarray:
         """Converts texts to token ids, padded to the same length.
 
-        Inputs are cut to the limit, and get BOS or EOS as in training. If the model continues
-        texts, the inputs get neither BOS nor EOS, and they are not cut.
+        Inputs are truncated to the limit, and BOS or EOS is added as in training. If the model
+        continues texts, neither BOS nor EOS is added, and inputs are not truncated.
 
         Args:
           texts: a list of texts.
-          limit: the largest number of tokens. `None` means the limit of the programs.
+          limit: the largest number of tokens of an input. `None` means the limit with which the
+            programs were exported.
 
         Returns:
           The ids, ``[texts, n]`` int32. If the programs take any length, n is the smallest power of
@@ -97,8 +99,8 @@ class Model:
           lengths of the programs are fixed, n is the limit.
 
         Raises:
-          ValueError: `texts` is not a list of strings, or a text to continue is longer than the
-            limit.
+          ValueError: `texts` is not a list of strings, or the model continues texts and a text is
+            longer than the limit.
         """
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise ValueError('The texts must be a list of strings, such as ["a text"].')
@@ -133,12 +135,12 @@ class Model:
         return [byte + 3 for byte in data]
 
     def text(self, ids: list[int]) -> str:
-        """Returns the text of the ids before the first EOS, other end token or padding id."""
+        """Returns the text of the ids before the first padding id, EOS or other end token."""
         special = self.info["ids"]
         ends = {special["end"], *special["also_end"], special["padding"]}
         ids = list(itertools.takewhile(lambda i: i not in ends, ids))
         if self.pieces is not None:
-            # The vocabulary of the model may be larger than the number of pieces.
+            # The model may have more token ids than the SentencePiece model has pieces.
             unknown = self.pieces.unk_id()
             return str(self.pieces.decode([i if i < len(self.pieces) else unknown for i in ids]))
         return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")

@@ -69,7 +69,7 @@ def write_directory(
 
     The function writes these files to the directory:
 
-    - ``NAME.stablehlo``: a program; see `export_programs` for the names.
+    - ``NAME.stablehlo``: one file for each program; see `export_programs` for the names.
     - ``parameters.safetensors``: the parameters, which are the first argument of each program.
     - ``vocabulary.model``: the SentencePiece model with its sentinels, if the vocabulary has a
       SentencePiece model.
@@ -81,11 +81,11 @@ def write_directory(
       model: the model, with looped layers.
       variables: the variables of the model.
       vocabulary: the vocabulary of the model.
-      limits: the largest lengths, and the number of beams.
+      limits: the largest lengths of inputs and targets, and the number of beams.
       continues: whether the programs continue texts; see `export_programs`.
 
     Raises:
-      ValueError: the model has fewer positions than the limits, cannot be exported, or has
+      ValueError: the model has fewer positions than `limits` demands, cannot be exported, or has
         parameters that are not float32. The error is also raised if the vocabulary is neither bytes
         nor a SentencePiece model.
     """
@@ -121,7 +121,7 @@ def write_directory(
         "limits": fields_of(limits),
         "ids": fields_of(model.ids),
         "continues": continues,
-        # A text to continue gets neither BOS nor EOS.
+        # If the model continues its inputs, neither BOS nor EOS is added to them.
         "around_inputs": ([], []) if continues else vocabulary.around_inputs,
         "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
@@ -156,24 +156,25 @@ def export_programs(
     `LanguageModel` has ``score`` and ``generate``. The programs take any batch size b, and any
     lengths n and t up to the limits. Attention runs on the reference route, because the other
     routes choose their tiles and kernels by the lengths, which are not known when the program is
-    exported. A layer therefore holds the logits of all pairs of tokens in memory.
+    exported. Every attention layer therefore holds the logits of all pairs of tokens in memory.
 
     Args:
       model: the model.
       parameters: the parameters of the model with looped layers, by their keys joined by ``/``. The
         function reads only the shapes and dtypes.
-      limits: the largest lengths, and the number of beams.
+      limits: the largest lengths of inputs and targets, and the number of beams.
       continues: whether inputs are texts to continue, for a `LanguageModel` that was trained only
         on targets. If `continues` is True, the inputs have no EOS and are the beginning of the
         targets, and inputs and targets share the positions of the model.
 
     Returns:
-      The programs by name, and ``"symbolic"`` or ``"fixed"``. ``"fixed"`` means that some module of
-      the model must know all lengths when it is traced, so inputs and targets must be padded to the
+      The programs by name, and the string ``"symbolic"`` or ``"fixed"``. ``"symbolic"`` means that
+      the programs take any lengths up to the limits. ``"fixed"`` means that some module of the
+      model must know all lengths when it is traced, so inputs and targets must be padded to the
       limits.
 
     Raises:
-      ValueError: the model has fewer positions than the limits, or cannot be exported.
+      ValueError: the model has fewer positions than `limits` demands, or cannot be exported.
     """
     if not isinstance(model, TextToText | Encoder):
         raise ValueError(
@@ -224,8 +225,8 @@ def export_programs(
         try:
             return export_all(symbolic=True), "symbolic"
         except (ConcretizationTypeError, InconclusiveDimensionOperation):
-            # Some module of the model needs a length as a number, so symbolic lengths are not
-            # possible.
+            # Some module of the model needs a length as a concrete number, so the program cannot be
+            # exported with symbolic lengths.
             return export_all(symbolic=False), "fixed"
     except ValueError as error:
         raise ValueError(
@@ -236,7 +237,7 @@ def export_programs(
 
 
 class _Program(NamedTuple):
-    """A function to export, and the lengths of its arguments.
+    """A function to export as a program, and the lengths of the function's arguments.
 
     Attributes:
       function: a function that takes the variables and arrays of tokens.

@@ -1,1 +1,1 @@
-"""Defines tasks and mixtures of T5, other papers, SeqIO's registries, and users' files."""
+"""Tasks and mixtures from T5, from other papers, from SeqIO's registries, and from users' files."""

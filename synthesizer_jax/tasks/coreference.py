@@ -31,9 +31,9 @@ SPECIAL = {
 def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
     """Formats WSC in T5's "simple" format.
 
-    The input is the text with the pronoun marked as ``*pronoun*``. The target is the row's
-    candidate, which are the words to which the pronoun may refer. The feature ``label`` is 1 if the
-    pronoun refers to the candidate, and 0 if it does not. If the label is hidden, it remains −1.
+    The input is the text with the pronoun marked as ``*pronoun*``. The target is the candidate,
+    which is the phrase to which the pronoun may refer. The feature ``label`` is 1 if the pronoun
+    refers to the candidate, and 0 if it does not. If the label is hidden, it remains −1.
 
     Args:
       dataset: rows of ``super_glue/wsc.fixed``.
@@ -58,7 +58,7 @@ def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
     """Returns the input, which has ``*pronoun*`` in place of the word at the pronoun's index.
 
     Raises:
-      ValueError: if another word is at this index.
+      ValueError: if the word at this index is not the pronoun.
     """
     sentence, word = text.decode(), pronoun.decode()
     if sentence in SPECIAL:
@@ -70,7 +70,7 @@ def _mark_pronoun(text: bytes, pronoun: bytes, index: int) -> str:
 
 
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Formats definite pronoun resolution (DPR) like WSC.
+    """Formats the examples of definite pronoun resolution (DPR) in the format of WSC.
 
     The first occurrence of the pronoun is marked. The target is the candidate to which the pronoun
     refers.
@@ -89,20 +89,22 @@ def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(convert)
 
 
-# WNLI as coreference resolution, for evaluation only. ---------------------------------------------
+# WNLI as coreference resolution, which is used only for evaluation. -------------------------------
 
 PRONOUNS = ("he", "she", "they", "it", "her", "his", "their", "them", "him")
 _PUNCTUATION = ".,?!"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Formats WNLI like WSC (see `_wnli_question`). Hidden labels remain −1.
+    """Formats the examples of WNLI in the format of WSC (see `_wnli_question`).
+
+    Hidden labels remain −1.
 
     T5's authors have verified this conversion only on the validation and test splits.
     """
 
     def question(premise: bytes, hypothesis: bytes) -> tuple[str, str]:
-        """Decodes the texts, which TensorFlow passes as bytes."""
+        """Calls `_wnli_question` with strings, because TensorFlow passes the texts as bytes."""
         return _wnli_question(premise.decode(), hypothesis.decode())
 
     def convert(row: Row) -> Row:
@@ -145,16 +147,16 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
 
 
 def _clean(text: str) -> list[str]:
-    """Returns the words of a text in lower case, without a punctuation character at their ends."""
+    """Returns the lower-case words of a text, without a punctuation character at their ends."""
     words = (word[:-1] if word[-1:] in _PUNCTUATION else word for word in text.lower().split(" "))
     return [word for word in words if word]
 
 
 def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[str], list[str]]:
-    """Returns the longest sequences of words around a position that also occur in the target.
+    """Returns the longest sequences of words before and after a position that occur in `target`.
 
-    The first sequence ends before the position, and the second sequence begins after the position.
-    As in T5, the words before the position are compared in reverse order.
+    The first sequence ends directly before the position, and the second sequence begins directly
+    after the position. As in T5, the words before the position are compared in reverse order.
     """
 
     def longest_prefix(words: list[str], text: str) -> list[str]:
@@ -169,11 +171,10 @@ def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[s
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
-    """Returns the part of the target between two sequences of words.
+    """Returns the part of `target` between two sequences of words.
 
-    If the sequences do not both occur in this order, the result is the text before the right
-    sequence, or else the text after the left sequence. The result is empty if neither sequence is
-    found.
+    If `target` does not contain `left` followed by `right`, the result is the text before `right`,
+    or else the text after `left`. The result is empty if neither sequence is found.
     """
     if not left and not right:
         return ""
@@ -185,11 +186,12 @@ def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
 
 
 def _question(premise: str, position: int) -> str:
-    """Returns the input, which is the premise with a marked word.
+    """Returns the input, which is the premise with asterisks around a word.
 
     Args:
       premise: the text.
-      position: the index of the word. Empty words and single punctuation characters do not count.
+      position: the index of the word. Empty words and single punctuation characters are not
+        counted.
     """
     words = premise.split(" ")
     counted = [i for i, word in enumerate(words) if len(word) > 1 or word not in _PUNCTUATION]
@@ -216,6 +218,6 @@ def _original(candidate: str, hypothesis: str) -> str:
     match = re.search(pattern, hypothesis, re.IGNORECASE)
     if match is None:
         raise ValueError(f"WNLI: The candidate {candidate!r} is not in {hypothesis!r}.")
-    # Neither a punctuation character nor a possessive ending belongs to the candidate.
+    # Remove a punctuation character and a possessive ending, which do not belong to the candidate.
     found = re.sub(f"[{_PUNCTUATION}]$", "", match.group(0))
     return re.sub(r"'s?$", "", found)

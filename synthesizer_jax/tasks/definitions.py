@@ -1,4 +1,4 @@
-"""Defines all tasks of T5, with T5's names and versions, and the tasks of other papers.
+"""Definitions of all tasks of T5, with T5's names and versions, and of tasks from other papers.
 
 T5's tasks are described by Raffel et al. 2020.
 """
@@ -182,7 +182,7 @@ def _text_to_text(prefix: str, *features: str) -> Preprocessor:
 
 
 def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metric) -> Task:
-    """Returns a task that translates from the first language of a pair to the second."""
+    """Returns a task that translates from the first language to the second language of a pair."""
     source, target = (LANGUAGES[language] for language in pair)
     preprocess = _text_to_text(f"translate {source} to {target}:", *pair)
     splits = UNLABELED if "wmt19" in name else TRAINED
@@ -190,7 +190,7 @@ def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metri
 
 
 def _wmt(name: str, target: str) -> Task:
-    """Returns the task of T5 that translates a WMT corpus from English to another language."""
+    """Returns the task of T5 that translates a WMT corpus from English to a different language."""
     corpus = name.rpartition("_")[0]
     dataset = f"{corpus}_translate/{target}-en"
     return _translation(f"{name}_v003", dataset, ("en", target), metrics.bleu)
@@ -244,7 +244,7 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016
 
 
 def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
-    """Returns a task without inputs. If an objective is given, it makes the training examples."""
+    """Returns a task without inputs. If an objective is named, it turns the texts into examples."""
     return Task(
         name,
         dataset,

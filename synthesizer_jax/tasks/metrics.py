@@ -1,7 +1,7 @@
-"""Defines metrics, which compare lists of postprocessed targets and predictions.
+"""Metrics, which are functions that compare a list of postprocessed targets with predictions.
 
-All scores are in percent. Metrics that T5 computes have T5's names. Every metric requires as many
-targets as predictions, and at least one.
+All scores are in percent. Metrics that T5 computes have T5's names. Every metric requires at least
+one target, and as many predictions as targets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Prediction = TypeVar("_Prediction")
 def zip_equal(
     targets: Sequence[_Target], predictions: Sequence[_Prediction]
 ) -> list[tuple[_Target, _Prediction]]:
-    """Returns pairs of a target and a prediction.
+    """Returns a list of pairs of a target and its prediction.
 
     Raises:
       ValueError: if there are no targets, or if the number of targets differs from the number of
@@ -57,7 +57,7 @@ def zip_equal(
 
 
 def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> dict[str, float]:
-    """Returns the share of predictions that are equal to their targets."""
+    """Returns the percentage of predictions that are equal to their targets."""
     return {"accuracy": 100 * float(np.mean([t == p for t, p in zip_equal(targets, predictions)]))}
 
 
@@ -68,12 +68,13 @@ def f1_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[
 
 
 def matthews(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the Matthews correlation of all classes.
+    """Returns the Matthews correlation over all classes.
 
-    Invalid predictions form the class −1. The score is 0 if the correlation is undefined.
+    Invalid predictions count as a class −1. The score is 0 if the correlation is undefined.
     """
     targets, predictions = zip(*zip_equal(targets, predictions), strict=True)
-    # With a single class, the correlation is undefined, and scikit-learn would print a warning.
+    # If all values belong to a single class, the correlation is undefined, and scikit-learn would
+    # print a warning.
     defined = len({*targets, *predictions}) > 1
     value = sklearn.metrics.matthews_corrcoef(targets, predictions) if defined else 0.0
     return {"matthews_corrcoef": 100 * float(value)}
@@ -105,7 +106,7 @@ def multirc_f1(
 def multirc_exact_match(
     targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]
 ) -> dict[str, float]:
-    """Returns the share of questions for which all answers are predicted correctly."""
+    """Returns the percentage of questions for which all answers are predicted correctly."""
     groups: dict[tuple[int, int], bool] = {}
     for target, prediction in zip_equal(targets, predictions):
         group = target["group"]
@@ -114,9 +115,9 @@ def multirc_exact_match(
 
 
 def gender_parity(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """Returns the share of pairs of rows with equal predictions (AX-g).
+    """Returns the percentage of pairs of rows with equal predictions (AX-g).
 
-    Two adjacent rows make a pair. The rows of a pair differ only in the gender of a pronoun.
+    A pair consists of two adjacent rows, which differ only in the gender of a pronoun.
     """
     answers = [answer for _, answer in zip_equal(targets, predictions)]
     pairs = zip(answers[::2], answers[1::2], strict=False)
@@ -135,7 +136,7 @@ def _correlation(
     targets: Sequence[float],
     predictions: Sequence[float],
 ) -> float:
-    """Returns a correlation, or 0 if all values of one side are equal."""
+    """Returns a correlation, or 0 if all targets or all predictions are equal."""
     x, y = np.asarray(zip_equal(targets, predictions), float).T
     if x.min() == x.max() or y.min() == y.max():
         return 0.0
@@ -145,8 +146,8 @@ def _correlation(
 
 
 # Answers to questions. ---------------------------------------------------------------------------
-# If there are several correct answers, the best score counts. Texts are normalized like in the
-# script of SQuAD (Rajpurkar et al. 2016).
+# If an example has several correct answers, the answer with the best score counts. Texts are
+# normalized as in SQuAD's evaluation script (Rajpurkar et al. 2016).
 
 
 def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
@@ -168,7 +169,7 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
 def record_squad(
     targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]
 ) -> dict[str, float]:
-    """Returns SQuAD's ``em`` and ``f1`` of the first row of every query.
+    """Returns SQuAD's scores ``em`` and ``f1``, computed over the first row of every query.
 
     See `postprocessors.record` for the targets.
     """
@@ -207,17 +208,18 @@ def bleu(
 ) -> dict[str, float]:
     """Returns sacreBLEU's corpus BLEU-4 as T5 computes it, case-sensitive and smoothed (Post 2018).
 
-    Scores of different tokenizers cannot be compared.
+    Scores that were computed with different tokenizers cannot be compared.
 
     Args:
       targets: the references of each prediction.
       predictions: the texts to compare with the references.
-      tokenize: sacreBLEU's tokenizer. ``intl`` is T5's and splits off all Unicode punctuation.
-        ``13a`` is the tokenizer of WMT and sacreBLEU's default. ``none`` splits only at spaces.
+      tokenize: sacreBLEU's tokenizer. ``intl`` is T5's tokenizer, which splits off all Unicode
+        punctuation. ``13a`` is the tokenizer of WMT, and sacreBLEU's default. ``none`` splits only
+        at spaces.
 
     Returns:
-      A dictionary with one score. The name of the score is ``bleu`` with T5's tokenizer,
-      ``bleu_13a`` with the tokenizer ``13a``, and so on.
+      A dictionary with one score, whose key is ``bleu`` for T5's tokenizer, ``bleu_13a`` for the
+      tokenizer ``13a``, and so on.
     """
     score = _corpus_bleu(targets, predictions, tokenize=tokenize, order=4)
     return {"bleu" if tokenize == "intl" else f"bleu_{tokenize}": score}
@@ -254,7 +256,7 @@ def rouge(
     *,
     kinds: Sequence[str] = ("rouge1", "rouge2", "rougeLsum"),
 ) -> dict[str, float]:
-    """Returns ROUGE F1 scores (Lin 2004), which the package rouge-score computes without stemming.
+    """Returns ROUGE F1 scores (Lin 2004) as the package rouge-score computes them without stemming.
 
     As in T5, `` . `` ends a sentence, which ``rougeLsum`` needs to know. If there are several
     references, the best one counts, separately for each kind of ROUGE.
@@ -276,15 +278,15 @@ def rouge(
 
 
 def rouge_l(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns `rouge` of the longest common subsequence of the whole texts, ``rougeL``."""
+    """Returns only the score ``rougeL`` of `rouge`, which compares whole texts."""
     return rouge(targets, predictions, kinds=("rougeL",))
 
 
 def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns the shares of different words, ``distinct1``, and of different pairs, ``distinct2``.
+    """Returns the percentages of distinct words (``distinct1``) and distinct pairs (``distinct2``).
 
-    A pair consists of two adjacent words. The shares are computed over all predictions together (Li
-    et al. 2016). A share is 0 if there are no words or pairs.
+    A pair consists of two adjacent words. The percentages are computed over all predictions
+    together (Li et al. 2016). A percentage is 0 if there are no words or pairs.
     """
     texts = [prediction.split() for prediction in predictions]
     pairs = [pair for words in texts for pair in itertools.pairwise(words)]
@@ -298,7 +300,7 @@ def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str,
 def _corpus_bleu(
     targets: Sequence[References], predictions: Sequence[str], *, tokenize: str, order: int
 ) -> float:
-    """Returns the smoothed corpus BLEU of up to `order` words, in percent."""
+    """Returns the smoothed corpus BLEU of n-grams with up to `order` words, in percent."""
     metric = sacrebleu.metrics.BLEU(
         tokenize=tokenize, smooth_method="exp", max_ngram_order=order, force=True
     )
@@ -312,8 +314,8 @@ def _reference_streams(
     """Returns the references in the form that sacreBLEU expects.
 
     The result has one list for every n, which holds the n-th reference of each example. An entry is
-    `None` if an example has fewer references. T5 passes a list for each example instead, which
-    sacreBLEU then misreads.
+    `None` if an example has fewer than n references. T5 instead passes one list for each example,
+    which sacreBLEU misinterprets.
     """
     references = [_as_list(target) for target, _ in zip_equal(targets, predictions)]
     return [list(stream) for stream in itertools.zip_longest(*references)]

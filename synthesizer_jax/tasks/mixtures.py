@@ -1,4 +1,4 @@
-"""Defines T5's mixtures with their exact rates as plain dictionaries."""
+"""T5's mixtures with their exact rates, as plain dictionaries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ class ExamplesRate:
     """A rate that depends on the number of training examples of a task.
 
     The rate is ``min(count · scale, ceiling) ^ (1/temperature)`` (Raffel et al. 2020, section
-    3.5.2). The count is the number of rows in the data set. In T5 with cached tasks, a row of
-    ReCoRD with several answers counts several times. In this package, each row of ReCoRD counts
-    once.
+    3.5.2). The count is the number of rows in the data set. If T5 uses cached tasks, it counts a
+    row of ReCoRD once for each of its answers. This package counts each row of ReCoRD once.
 
     Attributes:
       ceiling: an artificial limit on the number of examples of a data set.
-      temperature: the inverse of an exponent. If the temperature is 1, tasks are sampled in
-        proportion to their sizes. A higher temperature samples tasks more equally.
+      temperature: the temperature in the formula. With a temperature of 1, tasks are sampled in
+        proportion to their sizes. With a higher temperature, tasks are sampled more equally.
       scale: a factor by which the count is multiplied.
     """
 
@@ -77,7 +76,7 @@ SUPER_GLUE_RATES: dict[str, float] = {
 }
 
 _JOINT = GLUE_RATES | SUPER_GLUE_RATES
-# RTE is in GLUE and in SuperGLUE, so each of its two tasks has half of the rate.
+# RTE is part of GLUE and of SuperGLUE, so each of the two RTE tasks gets half of RTE's rate.
 _JOINT |= dict.fromkeys(("glue_rte_v002", "super_glue_rte_v102"), 1_245.0)
 
 LARGE_TRANSLATION = ("wmt_t2t_ende_v003", "wmt15_enfr_v003")
@@ -90,7 +89,7 @@ UNSUPERVISED_RATE = 1e6
 
 
 def _by_examples(*names: str) -> Rates:
-    """Returns rates that are the numbers of training examples."""
+    """Returns rates that are equal to the tasks' numbers of training examples."""
     return dict.fromkeys(names, ExamplesRate())
 
 
@@ -105,7 +104,7 @@ MIXTURES: dict[str, Rates] = {
     },
     "wsc_dpr_simple_proportional": WSC_DPR_RATES,
     "glue_mnli_and_dev_v002": dict.fromkeys((name for name in GLUE_RATES if "mnli" in name), 1.0),
-    # T5's authors are aware that RTE counts twice in this mixture, and that SQuAD and QNLI overlap.
+    # T5's authors know that RTE counts twice in this mixture, and that SQuAD and QNLI overlap.
     "en_mix": {
         C4: UNSUPERVISED_RATE,
         **_by_examples(*GLUE_RATES, *SUPER_GLUE_RATES, "squad_v010_allanswers"),
@@ -113,8 +112,8 @@ MIXTURES: dict[str, Rates] = {
     "all_equal": dict.fromkeys(_PROPORTIONAL, 1.0),
     "all_proportional": _PROPORTIONAL,
     "all_mix": {**_PROPORTIONAL, C4: UNSUPERVISED_RATE},
-    # Each of the following mixtures leaves out one benchmark or one task. If a benchmark is left
-    # out, the other benchmark's RTE task has the full rate of RTE.
+    # Each of the following mixtures leaves out one benchmark or one task. If GLUE or SuperGLUE is
+    # left out, the RTE task of the other benchmark has the full rate of RTE.
     "leave_one_out_glue_v002_proportional": {**SUPER_GLUE_RATES, **_OTHERS},
     "leave_one_out_super_glue_v102_proportional": {**GLUE_RATES, **_OTHERS},
     **{

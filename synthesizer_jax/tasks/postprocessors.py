@@ -49,8 +49,8 @@ def is_labeled(example: Example) -> bool:
     """Returns whether the answer to a preprocessed row is known. Most test splits hide the answers.
 
     For STS-B, WSC, and WNLI as coreference, the answer is hidden if the ``label`` is −1. For
-    ReCoRD, it is hidden if the list of ``answers`` is empty. For all other tasks, it is hidden if
-    the target is `UNKNOWN`.
+    ReCoRD, the answer is hidden if the list of ``answers`` is empty. For all other tasks, the
+    answer is hidden if the target is `UNKNOWN`.
     """
     if "label" in example:
         return bool(example["label"] != -1)
@@ -64,7 +64,7 @@ def to_text(value: object) -> str:
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
-# Functions for `Task.postprocess_fn`, with the same arguments as in SeqIO. ------------------------
+# Functions for `Task.postprocess_fn`, with the arguments of SeqIO's postprocessors. ---------------
 
 
 def number(answer: str, *, example: Example | None, is_target: bool) -> float:
@@ -80,9 +80,9 @@ def referent(answer: str, *, example: Example, is_target: bool) -> int:
     result is −1.
 
     The comparison follows T5's rule for WSC. Determiners are removed and words are converted to
-    lower case. After this step, the set of words of one text must contain the set of words of the
-    other text. An apostrophe in only one of the two texts means that they name different referents.
-    A referent that consists only of determiners therefore matches nothing.
+    lower case. The referents match if all words of one text occur in the other text. However, if
+    only one of the two texts contains an apostrophe, the referents are different. An answer that
+    consists only of determiners is empty and matches nothing.
     """
     if is_target:
         return int(example["label"])

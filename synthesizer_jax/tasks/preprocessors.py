@@ -28,8 +28,8 @@ def classification(
     Args:
       dataset: rows with `features`, an integer ``label`` and optionally ``idx``.
       prefix: the first word of the input.
-      features: the names of the features in the order of the input. To show features by other
-        names, pass a dictionary ``{key: feature}``.
+      features: the names of the features in the order of the input. To write a different name in
+        the input, pass a dictionary ``{key: feature}``.
       labels: the label words, indexed by the integer label.
     """
     return dataset.map(
@@ -42,7 +42,7 @@ def classification(
 
 
 def _format_input(row: Row, prefix: str, features: Sequence[str] | Mapping[str, str]) -> tf.Tensor:
-    """Returns the input, which is the prefix and all features, each after its key and a colon."""
+    """Returns the input, which is the prefix followed by ``key: value`` for every feature."""
     names = features if isinstance(features, Mapping) else {name: name for name in features}
     words = [part for key, name in names.items() for part in (f"{key}:", row[name])]
     return tf.strings.join([prefix, *words], separator=" ")
@@ -66,7 +66,7 @@ def text_to_text(
 ) -> tf.data.Dataset:
     """Formats rows as ``prefix source``, and keeps the target as it is.
 
-    The function replaces T5's `translate` and `summarize`.
+    The function takes the place of T5's `translate` and `summarize`.
 
     Args:
       dataset: rows with `features`.

@@ -1,4 +1,4 @@
-"""Uses tasks and mixtures of SeqIO's registries with the vocabulary and data directory of a run."""
+"""Makes the tasks and mixtures of SeqIO's registries use a run's vocabulary and data directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RegisteredTask(Task):
         }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
-        """Returns a description of a split's rows that changes if they are written again.
+        """Returns a description of a split's rows, which changes if the rows are written again.
 
         The result is `None` if such changes cannot be detected.
         """
@@ -80,7 +80,7 @@ class RegisteredTask(Task):
             directory = _stored_directory(source, data_dir)
             if directory is None:
                 return None
-            # A split such as `train[:90%]` consists of parts of files.
+            # A split such as `train[:90%]` may contain only a part of a file.
             parts = _located(source, data_dir).tfds_dataset.files(split)
             rows = [(pathlib.Path(part.filename).name, part.skip, part.take) for part in parts]
             written = (
@@ -94,7 +94,7 @@ class RegisteredTask(Task):
         return None if rows is None else f"{rows} rows"
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
-        """Returns the SeqIO task with another vocabulary.
+        """Returns the SeqIO task, changed to use a different vocabulary.
 
         Args:
           vocabulary: the vocabulary for the inputs and the targets.
@@ -124,10 +124,11 @@ class RegisteredTask(Task):
           vocabulary: the vocabulary of the tokens. SeqIO's tasks require a vocabulary.
 
         Raises:
-          ValueError: if a metric fails, or needs something that is not computed here.
+          ValueError: if a metric fails, or needs a kind of output that this package does not
+            compute.
         """
         assert vocabulary is not None
-        # If label words were ranked, the answers have no tokens yet.
+        # If label words were ranked instead of decoding answers, the answers have no tokens yet.
         if answers.tokens is None:
             tokens = [np.asarray(vocabulary.encode(text), np.int32) for text in answers.texts]
             answers = answers._replace(tokens=tokens)
@@ -135,9 +136,9 @@ class RegisteredTask(Task):
         scores: dict[str, float] = {}
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name, vocabulary)
-            # Metrics of SeqIO call the postprocess_fn themselves. Metrics that are made from
-            # functions have no names. The error therefore cannot say whether a metric or the
-            # postprocess_fn failed.
+            # SeqIO's metrics call the postprocess_fn themselves, and metrics that are made from
+            # functions have no names. The error therefore cannot say which metric failed, or
+            # whether the postprocess_fn failed.
             with errors_of("A metric or the postprocess_fn", self.name):
                 scores |= _compute_metric(metric, examples, outputs, features)
         return scores
@@ -184,8 +185,8 @@ def member_names(name: str) -> list[str]:
 def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> dict[str, float]:
     """Returns the rates of some tasks of a mixture.
 
-    A mixture can compute rates with functions of the tasks. Such functions receive tasks that read
-    their data in `data_dir`.
+    A mixture can compute rates with functions of the tasks. The tasks that these functions receive
+    read their data from `data_dir`.
 
     Args:
       name: the name of the mixture.
@@ -203,7 +204,7 @@ def _adapt_mixture(
     name: str, tasks: frozenset[str], data_dir: pathlib.Path
 ) -> seqio.Mixture | None:
     """Returns a mixture with only the given tasks, or `None` if it has none of the given tasks."""
-    # Rates do not depend on the vocabulary. Use the vocabulary of bytes, which needs no file.
+    # Rates do not depend on the vocabulary, so use a vocabulary of bytes, which needs no file.
     vocabulary = Bytes().build()
     members: list[tuple[seqio.Task | seqio.Mixture, Any]] = []
     for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
@@ -217,7 +218,7 @@ def _adapt_mixture(
 
 
 def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
-    """Returns the SeqIO vocabulary that has the same ids."""
+    """Returns a SeqIO vocabulary that encodes texts to the same token ids."""
     if isinstance(vocabulary, SentencePiece):
         kind = _byte_level_vocabulary if vocabulary.byte_level else seqio.SentencePieceVocabulary
         return kind(str(vocabulary.file), vocabulary.extra_ids)
@@ -232,12 +233,12 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
 
     Args:
       path: the path of the SentencePiece model.
-      extra_ids: the number of sentinels to add to it.
+      extra_ids: the number of sentinels to add to the model.
     """
     vocabulary = SentencePiece(path, extra_ids)
 
     def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of all texts one after another, and the number of ids of each text."""
+        """Returns the concatenated ids of all texts, and the number of ids of each text."""
         rows = [vocabulary.encode(text.decode("utf-8", "replace")) for text in texts]
         ids = np.array(list(itertools.chain(*rows)), np.int32)
         lengths = np.array(list(map(len, rows)), np.int64)
@@ -268,7 +269,7 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
 
 
 def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:
-    """Returns a task's features, in which inputs and targets have another vocabulary.
+    """Returns the features of a task, in which inputs and targets use a different vocabulary.
 
     Raises:
       ValueError: if the inputs or targets are not sequences of tokens.
@@ -321,9 +322,9 @@ def _located(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> seqio.Tfds
 
 
 def _describe_file(address: str) -> str:
-    """Returns the address of a file with properties that change if it is written again."""
-    # For files on disks, the time of the last change is known in nanoseconds. For other files,
-    # `epath` gives the time in seconds.
+    """Returns a description of a file, which changes if the file is written again."""
+    # The modification time of a file on a disk is known in nanoseconds. For other files, `epath`
+    # returns the modification time in seconds.
     stat = epath.Path(address).stat()
     time = stat.mtime if "://" in address else os.stat(address).st_mtime_ns
     return f"{address}: {stat.length} bytes, modified at {time}"
@@ -341,14 +342,14 @@ def _outputs_for(
       vocabulary: the vocabulary of the tokens.
 
     Raises:
-      ValueError: if this kind of output is not computed here.
+      ValueError: if this package does not compute this kind of output.
     """
     kinds = seqio.metrics.ModelOutputType
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
     if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX) and answers.tokens is not None:
-        # SeqIO pads with the id 0. If this id stands for text in this vocabulary, the padding is
-        # EOS, because metrics stop decoding at EOS.
+        # SeqIO pads with the id 0. If the id 0 stands for text in this vocabulary, pad with EOS
+        # instead, because metrics stop decoding at EOS.
         padding = vocabulary.eos_id if vocabulary.is_text(PAD) else PAD
         padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=padding), strict=True)
         tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)
@@ -362,7 +363,7 @@ def _outputs_for(
 def _compute_metric(
     metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns the values of a metric that are numbers, computed as in SeqIO's `Evaluator`.
+    """Returns the numeric values of a metric, computed as in SeqIO's `Evaluator`.
 
     Raises:
       TypeError: if a value is a string.

@@ -41,15 +41,15 @@ class SplitRequest:
 def task_splits(
     names: Sequence[str], splits: Mapping[str, Sequence[str]], split: str
 ) -> list[tuple[str, str]]:
-    """Returns which splits of which tasks must be evaluated, as pairs of a task and a split.
+    """Returns the splits to evaluate, as pairs of the name of a task and the name of a split.
 
-    ``glue_mnli`` has no split ``validation``. The tasks for the matched and the mismatched part of
-    MNLI evaluate ``glue_mnli``. If these two tasks have no data, the splits ``validation_matched``
-    and ``validation_mismatched`` of ``glue_mnli`` are used instead.
+    ``glue_mnli`` has no split ``validation``. Separate tasks for the matched and the mismatched
+    part of MNLI evaluate ``glue_mnli``. If these two tasks have no data, the splits
+    ``validation_matched`` and ``validation_mismatched`` of ``glue_mnli`` are used instead.
 
     Args:
       names: the names of the tasks.
-      splits: the names of the splits that each task has.
+      splits: the names of the splits of each task.
       split: the name of the split on which the tasks are to be evaluated.
     """
     pairs = [(name, split) for name in names if split in splits.get(name, ())]
@@ -86,8 +86,8 @@ weight the losses of the tasks.
 def names_of_split(task: str, split: str) -> set[str]:
     """Returns the names by which a user may refer to a split.
 
-    The result contains the names of the split's task, of the task that the split evaluates, and of
-    the trained task.
+    The result contains the name of the split's task, the name of the task that the split evaluates,
+    and the name of the task that is trained.
     """
     measured = measured_task(task, split)
     return {task, measured, STANDS_FOR.get(measured, (measured, 1.0))[0]}
@@ -101,7 +101,7 @@ def requested_splits(
     evaluation_splits: Sequence[str],
     only: Collection[str] = (),
 ) -> list[SplitRequest]:
-    """Returns the splits of a mixture's tasks whose data sets are available.
+    """Returns the requested splits of a mixture's tasks for which data is available.
 
     Args:
       mixture: the name of the mixture or task.
@@ -120,8 +120,8 @@ def requested_splits(
         for name in names:
             if split in splits[name]:
                 requests[name, split] = SplitRequest(name, split, rows=False)
-    # If a split is used for training and for evaluation, the request for evaluation replaces the
-    # request for training, because evaluation needs the rows of the split.
+    # If a split is used for both training and evaluation, the request for evaluation replaces the
+    # request for training, because only evaluation needs the rows of the split.
     for split in evaluation_splits:
         for name, part in task_splits(names, splits, split):
             requests[name, part] = SplitRequest(name, part, rows=True)
@@ -167,13 +167,14 @@ def is_current(
     lengths: Mapping[str, int] | None,
     epochs: int | None = None,
 ) -> bool:
-    """Returns whether a split is prepared and its data has not changed since.
+    """Returns whether a split is prepared, and its source data has not changed since then.
 
     Args:
-      request: the split, and whether its rows are needed.
+      request: the split, and whether the rows of the split are needed.
       prepared: the prepared tasks.
       lengths: the maximum lengths of inputs and targets for which the split must be prepared.
-      epochs: the number of epochs that must be prepared. `None` means that any number will do.
+      epochs: the number of epochs that must be prepared. `None` means that any number of epochs is
+        enough.
     """
     info = prepared.find(request.task, request.split)
     if info is None:
@@ -188,10 +189,9 @@ def is_current(
 
 
 def task_objective(config: DataConfig, task: Task) -> Objective | None:
-    """Returns the objective that makes training examples of a task's texts.
+    """Returns the objective that turns the texts of a task into training examples.
 
-    The result is `None` if the task has inputs, or if its texts become targets without an
-    objective.
+    The result is `None` if the task has inputs, or if the texts are used as targets without change.
     """
     if task.objective is not None or task.has_inputs:
         return task.objective
@@ -219,14 +219,15 @@ def open_stream(
 
     Raises:
       FileNotFoundError: if no task is prepared for the split.
-      ValueError: if all rates are 0, if the vocabulary cannot tell label words apart, or if targets
-        are hidden. See also `PreparedExamples` and `Stream`.
+      ValueError: if all rates are 0, if two label words of a task have the same tokens, or if
+        targets are hidden. See also `PreparedExamples` and `Stream`.
     """
     prepared = PreparedTasks(data_dir, vocabulary)
     rates = prepared.rates(config.mixture) or {}
     names = _sampled_tasks(config, prepared, rates)
     members = {}
-    # Sort the tasks by name, as SeqIO does. The order of examples depends on the order of tasks.
+    # Sort the tasks by name, as SeqIO does, because the order of examples depends on the order of
+    # tasks.
     for name in sorted(names):
         task = task_registry.find_task(name)
         words, length = task.label_words or (), config.lengths["targets"]
@@ -236,8 +237,8 @@ def open_stream(
             name, config.split, config.lengths, documents=objective is not None
         )
 
-        # Hidden targets are an error if the task has label words, if a user has imported it with
-        # its answers, or if all its targets are hidden.
+        # Hidden targets are an error if the task has label words, if a user has imported the task
+        # with its answers, or if all targets of the task are hidden.
         hidden = examples.info.targets.get(HIDDEN, 0)
         is_answered = task.has_inputs and task.dataset.startswith(f"{task_registry.IMPORTED}/")
         if hidden and (words or is_answered or hidden == len(examples)):

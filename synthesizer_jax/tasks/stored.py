@@ -53,10 +53,11 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
 
 
 def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
-    """Returns a description of a split that changes if the split is written again.
+    """Returns a description of a split, which changes if the split is written again.
 
     The description contains the name and version of the data set, and the sizes of the split's
-    files. If it is known when the files were written, the description also contains this time.
+    files. If the time at which the files were written is known, the description also contains this
+    time.
 
     Raises:
       ValueError: if ``dataset_info.json`` is damaged.
@@ -74,7 +75,7 @@ def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
 def check_classes(directory: pathlib.Path) -> None:
     """Raises a `ValueError` if a data set names a class that is not part of TFDS.
 
-    TFDS imports the classes that ``features.json`` names, so a downloaded file could run foreign
+    TFDS imports the classes that ``features.json`` names, so a downloaded file could run untrusted
     code.
     """
     with describing(directory / FEATURES, REMEDY):
@@ -84,7 +85,7 @@ def check_classes(directory: pathlib.Path) -> None:
 
 
 def _class_names(text: str) -> list[str]:
-    """Returns the names of classes in JSON.
+    """Returns the class names that occur in a JSON text.
 
     The content of a feature may be a string that contains JSON, which TFDS also reads.
 
@@ -103,7 +104,7 @@ def _class_names(text: str) -> list[str]:
                 with contextlib.suppress(json.JSONDecodeError):  # most strings are plain text
                     names.extend(_class_names(value))
 
-    # Use a hook, because it receives every object of the text and also duplicate keys.
+    # A hook is used because it receives every JSON object of the text, including duplicate keys.
     json.loads(text, object_pairs_hook=check)
     return names
 

@@ -54,7 +54,7 @@ MIXTURES: Mapping[str, Mapping[str, float]] = {
 
 
 def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
-    """Returns the mixtures' own vocabulary, which is a SentencePiece model without sentinels.
+    """Returns the vocabulary of the synthetic mixtures, a SentencePiece model without sentinels.
 
     The file does not have to exist yet.
     """

@@ -1,4 +1,4 @@
-"""Defines tasks, which contain everything that training and evaluation need to know."""
+"""Defines the class `Task`, which contains all that training and evaluation need to know."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
 
 @contextlib.contextmanager
 def errors_of(function: str, task: str) -> Iterator[None]:
-    """Context manager that names a task and its function if the function fails.
+    """Context manager that names a task and its function in the error if the function fails.
 
     The function may be a user's code, which can raise any exception.
 
@@ -43,7 +43,7 @@ def errors_of(function: str, task: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A plain `assert` has no text.
+        # The error of a plain `assert` has no message.
         name = type(error).__name__
         text = f"{name}: {error}" if str(error) else name
         raise ValueError(
@@ -87,9 +87,10 @@ class Answers(NamedTuple):
 class Task:
     """A task on a TFDS data set.
 
-    A task has the same functions as a SeqIO task. A task also has features that SeqIO tasks lack,
-    such as label words. Creating a task does not read its data. The package `preparation` reads the
-    data. Tasks of SeqIO's registry belong to the subclass `seqio_tasks.RegisteredTask`.
+    A task has functions for preprocessing, postprocessing and metrics, like a SeqIO task. A task
+    also has attributes that SeqIO tasks lack, such as label words. Creating a task does not read
+    its data. The package `preparation` reads the data. Tasks of SeqIO's registry belong to the
+    subclass `seqio_tasks.RegisteredTask`.
 
     Attributes:
       name: the name of the task. Tasks of T5 have T5's names.
@@ -105,10 +106,11 @@ class Task:
         keyword arguments of this function are ``example`` and ``is_target``. If `postprocess_fn` is
         `None`, the value is the text of the answer, or, if the task has label words, the index of
         the answer among the label words, which is −1 for any other answer.
-      has_inputs: whether rows have inputs. If not, the rows are texts.
+      has_inputs: whether rows have inputs. If `has_inputs` is `False`, rows have only targets,
+        which are texts.
       sentinel: whether the task uses T5's sentinel format.
-      objective: the objective that makes training examples of the texts of a task without inputs.
-        If `objective` is `None`, `DataConfig.objective` applies.
+      objective: the objective that turns the texts of a task without inputs into training examples.
+        If `objective` is `None`, `DataConfig.objective` is used.
     """
 
     name: str
@@ -131,7 +133,7 @@ class Task:
     def is_text(self) -> bool:
         """Whether the task consists of texts without inputs.
 
-        Such a task is evaluated by the loss of its texts instead of by answers.
+        A task without inputs is evaluated by the loss of its texts, and not by its answers.
         """
         return not self.has_inputs
 
@@ -145,7 +147,7 @@ class Task:
         return {split: rows[split] for split in self.splits if split in rows}
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
-        """Returns a description of a split's rows that changes if they are written again.
+        """Returns a description of a split's rows, which changes if the rows are written again.
 
         The result is `None` if such changes cannot be detected.
         """
@@ -153,7 +155,10 @@ class Task:
         return None if directory is None else stored.describe_split(self.dataset, directory, split)
 
     def is_labeled(self, example: Example) -> bool:
-        """Returns whether the answer to a preprocessed row is known. Test splits often hide it."""
+        """Returns whether the answer to a preprocessed row is known.
+
+        Test splits often hide answers.
+        """
         return postprocessors.is_labeled(example)
 
     def postprocess(
@@ -185,7 +190,8 @@ class Task:
         Args:
           examples: preprocessed rows whose answers are known.
           answers: the answers of a model to these rows.
-          vocabulary: the vocabulary of the tokens. `None` is allowed if only the texts are used.
+          vocabulary: the vocabulary of the tokens. `None` is allowed if the metrics use only the
+            texts of the answers.
 
         Raises:
           ValueError: if a metric or the task's `postprocess_fn` fails.

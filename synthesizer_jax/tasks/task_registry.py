@@ -1,10 +1,10 @@
 """Finds all tasks and mixtures by name.
 
-The module finds the tasks of this package, added tasks, imported tasks, and the tasks of SeqIO's
-registries. Imported tasks are made from users' files. An imported task is a TFDS data set in
-``DATA_DIR/imported/NAME/1.0.0``, whose rows have the strings ``inputs`` and ``targets``. The file
-``task.json`` beside the data says which metrics and label words the task has. An imported task can
-therefore be found by name wherever its data directory is used.
+The module finds the tasks of this package, tasks that were added with `add`, tasks that were
+imported from users' files, and the tasks of SeqIO's registries. An imported task is a TFDS data set
+in ``DATA_DIR/imported/NAME/1.0.0``, whose rows have the strings ``inputs`` and ``targets``. The
+file ``task.json`` beside the data says which metrics and label words the task has. An imported task
+can therefore be found by name wherever its data directory is used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _REMEDY = (
 
 
 def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
-    """Adds tasks and mixtures, which recipes can then name.
+    """Adds tasks and mixtures, so that recipes can refer to them by name.
 
     Raises:
       ValueError: if a rate is negative, or if all rates of a mixture are 0.
@@ -106,7 +106,7 @@ def read_definition(path: pathlib.Path) -> Task:
 
 
 def find_task(name: str) -> Task:
-    """Returns the task called `name`, from `TASKS` or else from SeqIO's registry.
+    """Returns the task called `name` from `TASKS`, or from SeqIO's registry if it is only there.
 
     Raises:
       ValueError: if there is no such task. The message suggests a similar name.
@@ -150,11 +150,11 @@ def member_names(name: str) -> list[str]:
 
 
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
-    """Returns the rates of the tasks of a mixture whose data sets are available.
+    """Returns the rates of a mixture's tasks. Tasks whose data sets are not available are left out.
 
     The argument `name` can also be the name of a single task. Rates may depend on the number of
-    training examples, either through an `ExamplesRate` or through a function of a SeqIO mixture. If
-    the rate depends on this number, a task without training examples has the rate 0.
+    training examples, either through an `ExamplesRate` or through a function of a SeqIO mixture. A
+    rate that depends on this number is 0 if the task has no training examples.
 
     Raises:
       ValueError: if there is neither a mixture nor a task of that name, or if a rate is negative.
@@ -179,8 +179,8 @@ def _number_of_rate(rate: float | ExamplesRate, task: str, data_dir: pathlib.Pat
 def default_data_dir() -> pathlib.Path:
     """Returns the default data directory.
 
-    The default is the environment variable ``SYNTHESIZER_DATA_DIR``, or else the environment
-    variable ``TFDS_DATA_DIR``. If neither is set, the default is TFDS's default,
+    The default is the value of the environment variable ``SYNTHESIZER_DATA_DIR``, or else the
+    environment variable ``TFDS_DATA_DIR``. If neither is set, the default is TFDS's default,
     ``~/tensorflow_datasets``.
     """
     configured = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")

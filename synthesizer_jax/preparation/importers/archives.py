@@ -1,9 +1,9 @@
 """Reads the archives of GLUE and SuperGLUE.
 
 The module defines the files of each split, how these files are read, and how many rows they have.
-Rows may have more fields than the data set has features. The numbers of rows are the same as in
-TFDS, which drops some rows. The readers here may raise any exception. `reading.Cursor` adds the
-location in the file to the exception.
+Rows may have more fields than the data set has features. The expected numbers of rows are those of
+TFDS, which drops some rows. The functions of this module that read files may raise any exception.
+`reading.Cursor` adds the location in the file to the exception.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from synthesizer_jax.tasks.definitions import DEFINITIONS
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
-# These are CoLA's columns, because its training and validation files have no header.
+# The training and validation files of CoLA have no header, so their columns are named here.
 _COLA = ("source", "is_acceptable", "mark", "sentence")
 _MRPC = {"sentence1": "#1 String", "sentence2": "#2 String"}
-# These spans of WSC are kept, although they do not occur in their texts.
+# These two spans of WSC are not changed, although they do not occur in their texts.
 _APART = ("Kamenev and Zinoviev", "Kamenev, Zinoviev, and Stalin")
 
 
@@ -36,16 +36,16 @@ class SplitLayout:
     """The files of a split.
 
     Attributes:
-      patterns: patterns of file names, in order of preference. All files that match the chosen
-        pattern together are the split.
-      rows: the published number of rows. `None` means that any number is right.
+      patterns: patterns of file names, in order of preference. The first pattern that matches any
+        file is used, and all files that match this pattern belong to the split.
+      rows: the published number of rows. `None` means that any number of rows is accepted.
     """
 
     patterns: tuple[str, ...]
     rows: int | None
 
     def find(self, source: pathlib.Path) -> list[pathlib.Path]:
-        """Returns the files that match the first pattern for which there are files.
+        """Returns all files that match the first pattern for which there is a file.
 
         The files may be compressed with gzip. If no pattern matches, the list is empty.
         """
@@ -64,17 +64,18 @@ Layout: TypeAlias = tuple[str, Mapping[str, SplitLayout]]
 def _benchmark(dataset: str, /, **splits: tuple[str, int | None]) -> Layout:
     """Returns the layout of a data set of GLUE or SuperGLUE.
 
-    A split is either a file of the archive or several Parquet files. The names of folders may be in
-    lower case or may be the names of TFDS. Parquet files in folders with TFDS's names have the
-    columns of TFDS.
+    A split is either a file of the archive or several Parquet files. The names of folders may be
+    written in lower case, or may be the names that TFDS uses. Parquet files in folders with TFDS's
+    names have the columns of TFDS.
 
     Args:
       dataset: the name of the TFDS data set.
-      **splits: for every split, its file in the archive and its published number of rows.
+      **splits: for every split, the name of its file in the archive, and the published number of
+        rows.
     """
     config = dataset.partition("/")[2]
-    # A name such as `mnli_matched` consists of the name of the task and the part of its evaluation
-    # data.
+    # A name such as `mnli_matched` consists of the name of a task and the name of a part of the
+    # task's evaluation data.
     task, _, part = config.partition("_")
     layouts = {}
     for split, (file, rows) in splits.items():
@@ -170,7 +171,7 @@ def read_split(dataset: str, paths: Sequence[pathlib.Path]) -> Iterator[tuple[st
     """
     if uncompressed(paths[0]).suffix == ".parquet":
         for where, row in itertools.chain(*map(read_rows, paths)):
-            # The lists of ReCoRD are sets, so sort them as TFDS does.
+            # The order in the lists of ReCoRD has no meaning, so sort the lists as TFDS does.
             yield where, {k: sorted(v) if type(v) is list else v for k, v in row.items()}
     elif dataset.startswith("glue/"):
         yield from _glue_rows(dataset.removeprefix("glue/"), paths[0])
@@ -204,7 +205,8 @@ def _glue_rows(config: str, path: pathlib.Path) -> Iterator[tuple[str, Row | Non
 def _super_glue_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
     """Yields the rows of a file of SuperGLUE, which consists of JSON lines.
 
-    Test files have no labels, so the label of a test row is −1, which stands for a hidden label.
+    Test files have no labels, so the rows of a test file get the label −1, which stands for a
+    hidden label.
     """
     hidden: Row = {"label": -1} if "test" in path.name else {}
     for where, row in read_rows(path):
@@ -218,7 +220,10 @@ def _super_glue_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
 
 
 def _record(row: Row) -> Iterator[Row]:
-    """Yields a row for every query of ReCoRD. The entities and answers of a row are sorted sets."""
+    """Yields a row for every query of ReCoRD.
+
+    The entities and the answers of a row are sorted and contain no duplicates.
+    """
     text = row["passage"]["text"]
     entities = {text[e["start"] : e["end"] + 1] for e in row["passage"]["entities"]}
     for query in row["qas"]:
@@ -258,7 +263,8 @@ def _wsc(row: Row) -> Row:
             continue
         if "theyscold" in text:
             row["span2_index"] = 10
-        # Any other span differs from the text only in its first letter, a period or a line break.
+        # All other spans differ from their texts only in the first letter, which is upper or lower
+        # case, in a period or in a line break.
         is_lower = row["text"].split()[index][0].islower()
         text = (text[0].lower() if is_lower else text[0].upper()) + text[1:]
         row[f"{span}_text"] = text.rstrip(".").replace("\n", " ")

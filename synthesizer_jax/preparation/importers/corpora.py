@@ -50,17 +50,17 @@ class SplitReport:
     Attributes:
       dataset: the name of the TFDS data set.
       split: the name of the split.
-      files: the files of the split that exist.
-      published: the published number of rows. `None` means that it is not known, or that any number
-        is right.
+      files: the files of the split that were found.
+      published: the published number of rows. `None` means that the number is not known, or that
+        any number of rows is accepted.
       pattern: the pattern of the file names in an archive. The pattern is empty for files that a
         user names.
       rows: the number of rows that were written.
       dropped: the number of rows that were left out because they lack a value.
       lossy: the number of rows with the character U+FFFD, which other programs write in place of
-        text that they could not read.
+        characters that they could not decode.
       blank_inputs: the number of rows of a user's task that have a blank input.
-      targets: how often each label of a user's task occurs.
+      targets: the number of rows with each label, for a user's task.
     """
 
     dataset: str
@@ -85,7 +85,8 @@ class SplitReport:
         """Converts and counts rows.
 
         Args:
-          rows: pairs of a location and a row. If a row is left out, it is `None`.
+          rows: pairs of a location and a row. `None` in place of a row means that the row is left
+            out.
           cursor: remembers the location for errors.
           convert: a function that converts a row.
 
@@ -140,12 +141,12 @@ def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
 
 
 def feature_values(row: Row, features: Mapping[str, FeatureType], labels: Mapping[str, str]) -> Row:
-    """Returns the values of features, which are read from the fields of the same names in a row.
+    """Returns the value of every feature, which is the value of the row's field of the same name.
 
     Args:
       row: the row.
       features: the types of the features by name.
-      labels: label words, by the values that stand for them in the row.
+      labels: a dictionary that maps values in the row to the label words for which they stand.
 
     Raises:
       ValueError: if the row lacks a field, or if the value of a field has the wrong kind.
@@ -154,7 +155,7 @@ def feature_values(row: Row, features: Mapping[str, FeatureType], labels: Mappin
 
 
 def _value(row: Row, name: str, feature: FeatureType, labels: Mapping[str, str]) -> JSON:
-    """Returns the value of a feature, which is read from the field of the same name in a row."""
+    """Returns the value of a feature, which is the value of the row's field of the same name."""
     value = find_field(row, name)
     if isinstance(feature, dict):
         fields = value if isinstance(value, dict) else {name: value}
@@ -189,7 +190,7 @@ def _refuse_blank(name: str, value: JSON) -> None:
 
 
 def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON:
-    """Returns a label as a word or an index, or −1 if the label is hidden.
+    """Returns a label as a label word or as an index. The index of a hidden label is −1.
 
     Raises:
       ValueError: if the value is not a label.
@@ -197,7 +198,7 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
     value = labels.get(str(value), value)
     if value in words:
         return value
-    # The value may be an index that a file writes as text.
+    # In some files, the label is an index that is written as text.
     if value in map(str, range(-1, len(words))):
         return int(value)
     if not isinstance(value, int) or not -1 <= value < len(words):
@@ -213,15 +214,15 @@ def import_archive(
 ) -> list[SplitReport]:
     """Writes the TFDS data sets of an archive. If a row cannot be read, nothing is written.
 
-    If the files of a split do not exist, the report says that the split is missing.
+    If a split has no files, its report says that the split is missing.
 
     Args:
       name: a key of `ARCHIVES`.
       source: the directory of the files, or its parent if the directory has the name `name`. The
         files may be compressed with gzip.
       data_dir: a TFDS data directory. The directory is created if it does not exist.
-      renew: whether existing data sets are replaced. Otherwise, the splits of existing data sets
-        are kept.
+      renew: whether existing data sets are replaced. If `renew` is `False`, the splits of existing
+        data sets are kept.
 
     Returns:
       A report for every split.
@@ -245,7 +246,7 @@ def import_archive(
 
 
 def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
-    """Returns reports for the splits of all data sets of an archive, before they are read."""
+    """Returns a report for every split of an archive's data sets, before the splits are read."""
     return [
         SplitReport(dataset, split, layout.find(source), layout.rows, layout.patterns[0])
         for dataset, splits in ARCHIVES[name].items()
@@ -261,7 +262,7 @@ def import_dataset(
     labels: Mapping[str, str],
     renew: bool = False,
 ) -> list[SplitReport]:
-    """Writes a TFDS data set from files whose fields are its features.
+    """Writes a TFDS data set from files whose fields have the names of the data set's features.
 
     If there is an error, nothing is written. If a line of aligned files is blank, the row is left
     out. In other files, a blank text is an error. For WikiText, the rows are articles.
@@ -270,15 +271,16 @@ def import_dataset(
       dataset: one of `archives.DATASETS`.
       splits: the files of each split.
       data_dir: a TFDS data directory.
-      labels: label words, by the values that stand for them in the files.
-      renew: whether an existing data set is replaced. Otherwise, the existing splits are kept.
+      labels: a dictionary that maps values in the files to the label words for which they stand.
+      renew: whether an existing data set is replaced. If `renew` is `False`, the existing splits
+        are kept.
 
     Returns:
       A report for every split.
 
     Raises:
-      ValueError: if a row is broken, if a split is unknown or empty, if a split exists already, or
-        if the data set exists in another version.
+      ValueError: if a row is invalid, if a split is unknown or empty, if a split exists already, or
+        if the data set exists in a different version.
     """
     known = dict.fromkeys(s for task in DEFINITIONS if task.dataset == dataset for s in task.splits)
     for split in splits:
@@ -336,7 +338,7 @@ def _write(
       reports: the splits.
       read: a function that reads the rows of a split.
       data_dir: a TFDS data directory.
-      labels: label words, by the values that stand for them in the files.
+      labels: a dictionary that maps values in the files to the label words for which they stand.
       renew: whether existing data sets are replaced.
     """
     cursor = Cursor()
@@ -344,7 +346,8 @@ def _write(
     def rows(report: SplitReport, features: Mapping[str, FeatureType]) -> Iterator[Row]:
         def values(row: Row) -> Row:
             found = feature_values(row, features, labels)
-            # Blank texts are errors only in users' files. Published texts may be blank.
+            # A blank text is an error only in a user's files, because published data sets contain
+            # blank texts.
             for name in () if report.pattern else found:
                 _refuse_blank(name, found[name])
             return found

@@ -32,10 +32,10 @@ class SplitFiles:
     """The files of one split.
 
     Attributes:
-      files: the paths of the files. The files are read one after the other. If they are `aligned`,
-        they are read in parallel.
-      aligned: whether the files are texts that belong together line by line. Each aligned file
-        gives one field.
+      files: the paths of the files. The files are read one after the other, or in parallel if they
+        are `aligned`.
+      aligned: whether the files are texts whose lines with the same number belong together, such as
+        a text and its translation. Each aligned file becomes one field of the rows.
       columns: the names of the columns of CSV and TSV files without a header line, or the names of
         the fields of aligned files.
     """
@@ -70,8 +70,8 @@ class SplitFiles:
     def fields(self) -> list[str]:
         """The names of the fields of aligned files.
 
-        If `columns` are given, these are the names. Otherwise, the names are the suffixes of the
-        files if all suffixes are different, or else the stems of the files.
+        The names are `columns` if `columns` are given. If `columns` are not given, the names are
+        the suffixes of the files, or the stems of the files if two suffixes are equal.
         """
         if self.columns:
             return list(self.columns)
@@ -81,10 +81,10 @@ class SplitFiles:
 
 
 def _aligned_lines(files: Sequence[pathlib.Path]) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of each line of aligned files, and the line's text in every file.
+    """Yields the number of each line, and the text of the line with this number in every file.
 
     Raises:
-      ReadError: if a file has fewer lines than another.
+      ReadError: if a file has fewer lines than another file.
     """
     for rows in itertools.zip_longest(*map(read_lines, files)):
         number = next(row[0] for row in rows if row is not None)
@@ -102,13 +102,14 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
 
     Args:
       sources: either the path of one folder, in which the names of files begin with the names of
-        splits, or arguments of the form ``SPLIT=FILE``. Commas can separate several such arguments.
-        ``FILE+FILE`` stands for aligned files. ``*`` in the name of a file stands for any
-        characters. Several files of the same split are read one after the other.
+        splits, or arguments of the form ``SPLIT=FILE``. An argument can contain several
+        ``SPLIT=FILE``, separated by commas. ``FILE+FILE`` stands for aligned files. ``*`` in the
+        name of a file stands for any characters. Several files of the same split are read one after
+        the other.
       columns: see `SplitFiles`.
 
     Raises:
-      ValueError: if an argument names no file that can be read, or names a file twice.
+      ValueError: if an argument does not name a readable file, or if a file is named twice.
       FileNotFoundError: if a file does not exist.
     """
     parts = [part for source in sources for part in source.split(",")]
@@ -143,7 +144,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
 
 
 def _check_columns(splits: Mapping[str, SplitFiles]) -> None:
-    """Raises a `ValueError` if column names are given but no file can use them."""
+    """Raises a `ValueError` if column names are given, but no file has a format with columns."""
     for split in splits.values():
         if (
             not split.columns
@@ -163,7 +164,8 @@ def _checked(split: SplitFiles) -> SplitFiles:
 
     Raises:
       FileNotFoundError: if a file does not exist.
-      ValueError: if the files do not fit together, or if the format of a file is not known.
+      ValueError: if the files of the split cannot be combined, or if the format of a file is not
+        known.
     """
     for path in split.files:
         if not path.exists():
@@ -191,7 +193,7 @@ def _checked(split: SplitFiles) -> SplitFiles:
 
 
 def _named_files(name: str) -> list[pathlib.Path]:
-    """Returns the files that a path stands for, sorted by name.
+    """Returns the files that match a path, sorted by name.
 
     In the last part of the path, ``*`` stands for any characters.
     """
@@ -208,7 +210,8 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     """Returns the files of each split in a folder.
 
     Raises:
-      ValueError: if the path is not a folder, or if the folder has no files of splits.
+      ValueError: if the path is not a folder, or if no name of a file in the folder begins with the
+        name of a split.
     """
     if not folder.is_dir():
         raise ValueError(

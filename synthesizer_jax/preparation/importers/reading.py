@@ -53,7 +53,7 @@ _ERRORS = (
 
 
 class ReadError(ValueError):
-    """The error that is raised if a file cannot be imported.
+    """An error that says why a file cannot be imported.
 
     Args:
       problem: the file, the location and the reason. The error message adds that nothing was
@@ -65,7 +65,7 @@ class ReadError(ValueError):
 
 
 class Cursor:
-    """Remembers the location of the last row, for errors that occur when it is read or written.
+    """Remembers the location of the last row, for errors while the row is read or written.
 
     Args:
       where: the location that error messages contain before the first row is read.
@@ -220,7 +220,7 @@ def _parse_json(line: str) -> Row:
 def _json_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     """Returns a JSON object, whose names must be different.
 
-    If an object contains a name twice, it is not clear which of the two values is meant.
+    If an object contains a name twice, there is no way to know which of the two values is meant.
 
     Raises:
       ValueError: if a name occurs twice.
@@ -247,11 +247,11 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> LocatedRows:
         _check_names(names)
         header = set(map(_folded, names))
         if columns and cells:
-            # The first line is a row and not a header.
+            # The columns are named, so the first line is a row and not a header.
             table = itertools.chain([(first, cells)], table)
         for number, values in table:
-            # Compare the first cells before all cells, because the first comparison is cheap and
-            # decides for nearly all rows.
+            # Look at the first cell before all other cells. This test is cheap, and shows for
+            # nearly every row that the row is not a header.
             if _folded(values[0]) in header and set(map(_folded, values)) == header:
                 _refuse_header(is_first=number == first, named=bool(columns))
             if len(values) != len(names):
@@ -271,12 +271,13 @@ def _folded(name: str) -> str:
 
 
 def _check_separator(path: pathlib.Path, cells: Sequence[str], *, named: bool) -> None:
-    """Raises a `ValueError` if the first line of a table shows that its separator is another one.
+    """Raises a `ValueError` if the first line of a table shows that it has a different separator.
 
     Args:
       path: the table.
       cells: the cells of the first line.
-      named: whether the columns are named elsewhere. If they are not, the first line is the header.
+      named: whether the names of the columns are given separately. If `named` is `False`, the first
+        line is the header.
     """
     is_tsv = uncompressed(path).suffix == ".tsv"
     rule = "Columns are separated by commas in .csv files and by tabs in .tsv files."
@@ -291,8 +292,8 @@ def _refuse_header(*, is_first: bool, named: bool) -> NoReturn:
     """Raises a `ValueError` for a row that consists of the names of the columns.
 
     Args:
-      is_first: whether it is the first row.
-      named: whether the columns are named by ``--columns``.
+      is_first: whether the row is the first row of the file.
+      named: whether the option ``--columns`` names the columns.
     """
     if named and is_first:
         raise ValueError(
@@ -406,8 +407,8 @@ def _parquet_rows(path: pathlib.Path) -> LocatedRows:
 
 def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
     """Returns the values of a column of a Parquet file."""
-    # Convert float32 numbers to text. The float32 number 0.1 becomes 0.1 as text, but
-    # 0.10000000149011612 as float64.
+    # Convert float32 numbers to text first, because the float32 number 0.1 would otherwise become
+    # the float64 number 0.10000000149011612.
     if pa.types.is_float32(column.type):
         column = column.cast(pa.string()).cast(pa.float64())
     try:
@@ -418,7 +419,7 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
             "Write the column again from its source."
         ) from error
     except _ERRORS as error:
-        # Some Parquet values, such as certain times, cannot be represented in Python.
+        # Some Parquet values, such as certain times, cannot be converted to Python objects.
         raise ReadError(
             f"{where}: The column {name!r} cannot be read ({error}). Write it as text."
         ) from error
@@ -427,7 +428,7 @@ def _read_column(where: str, name: str, column: pa.Array) -> list[JSON]:
 _READERS: Mapping[str, Callable[..., LocatedRows]] = {
     **dict.fromkeys((".jsonl", ".json"), _json_rows),
     **dict.fromkeys(TABLES, _table_rows),
-    # The files of WikiText have the suffixes .tokens and .raw.
+    # WikiText's text files have the suffixes .tokens and .raw.
     **dict.fromkeys((".txt", ".tokens", ".raw"), _text_rows),
     ".parquet": _parquet_rows,
 }
@@ -461,7 +462,7 @@ def uncompressed(path: pathlib.Path) -> pathlib.Path:
 
 
 def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
-    """Returns a field of a row, or a field of an object in a row.
+    """Returns the value of a field of a row, or of a field of an object in a row.
 
     Args:
       row: the row or object.
@@ -481,7 +482,8 @@ def find_field(row: Mapping[str, JSON], name: str, *, field: str = "") -> JSON:
 def value_text(value: JSON, field: str) -> str:
     """Returns the value of a field as text.
 
-    Strings and bytes are returned as they are. Other values are written as Python writes them.
+    Strings are returned unchanged, and bytes are decoded from UTF-8. Other values are converted by
+    Python's `str`.
 
     Raises:
       ValueError: if the value is null, a list, an object, not a finite number, or not UTF-8.

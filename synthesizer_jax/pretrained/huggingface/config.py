@@ -107,22 +107,22 @@ def read_config(
     """Returns the architecture that a folder's ``config.json`` describes.
 
     Versions of transformers differ in how they choose the output projection, and in whether they
-    scale the decoder's outputs. Up to version 4, the model has its own output projection if
-    ``tie_word_embeddings`` is false. Otherwise, the model uses the embedding as its output
-    projection, and scales the decoder's outputs.
+    scale the decoder's outputs. Up to version 4, the model has a separate output projection if
+    ``tie_word_embeddings`` is false. If ``tie_word_embeddings`` is true, the model uses the
+    embedding as its output projection, and scales the decoder's outputs.
 
-    From version 5 on, the model has its own output projection if the folder contains one. A T5 then
-    scales the decoder's outputs if ``scale_decoder_outputs`` is true. The default of
-    ``scale_decoder_outputs`` is the value of ``tie_word_embeddings``. An mT5 does not scale the
-    decoder's outputs. This package scales the decoder's outputs of a umT5 only if the model has no
-    output projection of its own. Version 5 of transformers also scales the outputs of a umT5 that
-    has its own output projection. This is a bug of transformers, because such umT5 models were
-    trained without scaling.
+    From version 5 on, the model has a separate output projection if the folder contains an output
+    projection. A T5 then scales the decoder's outputs if ``scale_decoder_outputs`` is true. The
+    default of ``scale_decoder_outputs`` is the value of ``tie_word_embeddings``. An mT5 does not
+    scale the decoder's outputs. This package scales the decoder's outputs of a umT5 only if the
+    model has no output projection of its own. Version 5 of transformers also scales the outputs of
+    a umT5 that has its own output projection. The scaling is a bug of transformers, because umT5
+    models with their own output projection were trained without scaling.
 
     Args:
       folder: the folder of the model.
       output: whether the folder contains an output projection that is not a copy of the embedding.
-        `None` means that the output projection is not known yet.
+        `None` means that the tensors of the folder are not known yet.
       encoder_only: whether to return the architecture of only the encoder.
 
     Raises:
@@ -136,12 +136,12 @@ def read_config(
 
 
 def read_model_type(folder: pathlib.Path) -> str:
-    """Returns the ``model_type`` of a folder, which is a T5 or a T5Gemma.
+    """Returns the ``model_type`` in the configuration of a folder that contains a T5 or a T5Gemma.
 
     Raises:
       FileNotFoundError: if the folder has no configuration.
-      ValueError: if the folder contains another model. The message describes the model if its
-        ``model_type`` is known.
+      ValueError: if the folder contains a different kind of model. The message describes the model
+        if its ``model_type`` is known.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -169,9 +169,9 @@ Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """The fields of ``config.json`` that are read, with transformers' defaults.
+    """The fields of ``config.json`` that this package reads, with the defaults of transformers.
 
-    The fields are checked in the order of their definitions.
+    The fields are checked in the order in which they are defined.
     """
 
     model_type: str = "t5"
@@ -203,7 +203,7 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     config = _Config(**values)
     family = config.model_type
 
-    # Choose the output projection by the rules in `read_config`.
+    # Determine the output projection and the scale by the rules in `read_config`.
     flag = config.tie_word_embeddings
     if flag is None:
         flag = family != "mt5"
@@ -222,7 +222,7 @@ def _architecture(data: dict[str, Any], output: bool | None, encoder_only: bool)
     for name in map(str, classes):
         if name.endswith(("Classification", "Answering")):
             raise ValueError(f"a {name} is not supported")
-    # A class such as UMT5EncoderModel means that the folder holds only an encoder.
+    # If the only class is a class such as UMT5EncoderModel, the folder holds only an encoder.
     if len(classes) == 1 and str(classes[0]).endswith("EncoderModel"):
         encoder_only = True
 
@@ -252,16 +252,16 @@ def _is_of_version_5(config: _Config) -> bool:
 def read_ids(
     folder: pathlib.Path, config: dict[str, Any], unsaid: SpecialIds = T5_IDS
 ) -> SpecialIds:
-    """Returns the ids that ``config.json`` and ``generation_config.json`` of a folder contain.
+    """Returns the special ids in a folder's ``config.json`` and ``generation_config.json``.
 
     Args:
       folder: the folder of the model.
       config: the content of ``config.json``.
-      unsaid: the ids to use if neither file contains them.
+      unsaid: the special ids to use if neither file contains them.
 
     Raises:
-      ValueError: if the files contradict each other, if a file has several ids for a token other
-        than EOS, or if a file forces the decoder to emit a token.
+      ValueError: if the files contradict each other, if a file has several ids for a special token
+        other than EOS, or if a file forces the decoder to generate a certain token.
     """
     found: dict[str, int] = {}
     also_end: tuple[int, ...] = ()
@@ -290,9 +290,8 @@ def read_ids(
                         "one such id"
                     )
                 if name == "eos_token_id":
-                    # `generation_config.json` is read last, so that its ids for EOS override the
-                    # ids in `config.json`. The function generate() of transformers uses the same
-                    # order.
+                    # The ids of EOS in `generation_config.json`, which is read last, override the
+                    # ids in `config.json`. The method generate() of transformers does the same.
                     also_end = tuple(ids[1:])
                 if found.setdefault(IDS[name], ids[0]) != ids[0]:
                     raise ValueError(
@@ -304,14 +303,14 @@ def read_ids(
 def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of ``config.json`` and ``generation_config.json`` that contain ids."""
     fields: dict[str, object] = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()}
-    fields.update(dict.fromkeys(FORCED))  # the value null means that no token is forced
+    fields.update(dict.fromkeys(FORCED))  # null means that no token is forced
     if ids.also_end:
         fields["eos_token_id"] = list(ids.ends)
     return fields
 
 
 def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """Returns the fields of a ``config.json`` that transformers 4 and 5 read as the same model.
+    """Returns the fields of a ``config.json`` from which transformers 4 and 5 build the same model.
 
     Args:
       architecture: the architecture of the model.
@@ -321,7 +320,7 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
       ValueError: if transformers does not support the activations.
     """
     a = architecture
-    # Map the activations to their names in transformers.
+    # This dictionary maps the activations of this package to their names in transformers.
     activations = {value: name for name, value in ACTIVATIONS.items()}
     if a.activations not in activations:
         raise ValueError(

@@ -49,8 +49,9 @@ class Kind(NamedTuple):
     """Describes how transformers stores a model.
 
     Attributes:
-      config: a function from the name of the tensors' dtype to the fields of ``config.json``.
-      name_of: a function that returns the name and layout of a parameter.
+      config: a function that takes the name of the tensors' dtype, and returns the fields of
+        ``config.json``.
+      name_of: a function that returns the name and layout that a parameter has in transformers.
     """
 
     config: Callable[[str], dict[str, Any]]
@@ -83,7 +84,7 @@ def write_folder(
 ) -> None:
     """Writes a model to an empty directory as a folder of transformers.
 
-    Version 4 and version 5 of transformers both read the folder as the same model.
+    Versions 4 and 5 of transformers build the same model from the folder.
 
     Args:
       folder: the empty directory.
@@ -115,7 +116,8 @@ def write_folder(
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written ({error}). Nothing was exported.") from None
-    # The library safetensors creates files that only the owner of the file can read.
+    # The library safetensors creates files that only their owner can read, so change the
+    # permissions.
     path.chmod(0o644)
 
     if vocabulary is not None:
@@ -125,17 +127,18 @@ def write_folder(
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:
-    """Writes the files with which `AutoTokenizer` gives a text the same ids as the vocabulary.
+    """Writes files from which `AutoTokenizer` makes a tokenizer with the ids of the vocabulary.
 
-    Sentinels are written as pieces of the SentencePiece file, as in mT5's file. Otherwise,
-    transformers would not find the sentinels in the same places as SentencePiece does.
-    SentencePiece finds a sentinel at the beginning of a word, without a space after the sentinel.
+    Sentinels are written as pieces of the SentencePiece file, as in mT5's file. If they were
+    written as added tokens, transformers would not recognize sentinels at the same places as
+    SentencePiece. SentencePiece recognizes a sentinel at the beginning of a word, and needs no
+    space after it.
     """
     fields: dict[str, object] = {
         "pad_token": "<pad>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
-        "split_special_tokens": True,  # this option reads "</s>" in a text as four characters
+        "split_special_tokens": True,  # read "</s>" in a text as four characters
         "legacy": True,
     }
 
@@ -151,7 +154,7 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         fields["cls_token"] = "<s>"
         fields["sep_token"] = "</s>"
         fields["mask_token"] = "<mask>"
-        del fields["split_special_tokens"]  # with this option, sentinels would be split
+        del fields["split_special_tokens"]  # the option would split sentinels
         (folder / TOKENIZER).write_text(tokenizer_json(vocabulary), encoding="utf-8")
     elif isinstance(vocabulary, SentencePiece):
         processor = vocabulary.processor

@@ -1,8 +1,8 @@
 """Opens a T5 in a folder of transformers: ``config.json``, weights and a tokenizer.
 
 T5 1.0 and 1.1, LM-adapted T5, FLAN-T5, mT5, umT5, ByT5, UL2 and FLAN-UL2 share one architecture and
-differ only in its fields. Each of these models can also be read as only its encoder. No code in a
-folder is executed.
+differ only in its fields. The encoder of each of these models can also be read on its own. Code
+that a folder contains is never executed.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ def open_folder(
     encoder_only: bool = False,
     variant: str | None = None,
 ) -> Pretrained:
-    """Opens the model and the parameters in a folder. Parameters are read when they are needed.
+    """Opens the model and the parameters in a folder. A parameter is read only when it is needed.
 
     Args:
       folder: the folder of the model.
-      compare: whether to read and compare tensors that may be one parameter in the model, such as
-        the embedding and the output projection. If the output projection is equal to the embedding,
-        the output projection counts as a copy of the embedding. If `compare` is false, only the
-        headers of files are read, and an output projection in the folder is assumed to differ from
-        the embedding.
+      compare: whether to read and compare tensors that may be the same parameter of the model, such
+        as the embedding and the output projection. If the output projection is equal to the
+        embedding, it is treated as a copy of the embedding. If `compare` is false, only the headers
+        of files are read, and an output projection in the folder is assumed to differ from the
+        embedding.
       encoder_only: whether to open only the encoder, even if the folder holds a whole model.
       variant: see `with_variant`.
 
     Raises:
       FileNotFoundError: if the folder lacks files.
       ValueError: if the architecture is not supported, if copies of one parameter differ, or if
-        tensors do not fit. The message lists all tensors that do not fit.
+        tensors do not fit the model. The message lists all tensors that do not fit.
     """
     open_files = functools.partial(open_weights, folder, variant=variant)
-    # Read the configuration before the weights, because error messages about the configuration
-    # explain best what is wrong with a folder.
+    # Read the configuration before the weights, because an error message about the configuration
+    # explains best why a folder is not supported.
     if read_model_type(folder) == T5GEMMA:
         return _open_t5gemma(folder, open_files, compare=compare, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_files(is_in_encoder) if encoder_only else open_files()
 
     # The folder may contain the embedding under several names. Take the first of these tensors, and
-    # check that the other tensors are equal to the first tensor.
+    # check that the others are equal to it.
     shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
     for name in EMBEDDINGS:
         if compare and name in tensors and not _are_equal(tensors, name, shared):
@@ -76,8 +76,8 @@ def open_folder(
             )
 
     has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
-    # Read the configuration again. The meaning of the configuration depends on whether the folder
-    # contains an output projection, which is known only now.
+    # Read the configuration again, because its meaning depends on whether the folder contains an
+    # output projection, which is known only now.
     architecture = read_config(folder, output=has_output, encoder_only=encoder_only)
     if architecture.tied and has_output and compare and architecture.num_decoder_layers:
         raise _unequal_projection(folder, OUTPUT, shared)
@@ -113,13 +113,13 @@ def _open_t5gemma(
 ) -> Pretrained:
     """Opens a T5Gemma; see `open_folder`.
 
-    The function `open_files` opens the tensors of the T5Gemma; see `open_weights`.
+    The argument `open_files` is a function that opens the tensors; see `open_weights`.
     """
     config = t5gemma.T5Gemma.read(folder, encoder_only=encoder_only)
     model = config.build()
     if config.decoder is None:
-        # In a folder with a whole model, the names of tensors have a prefix. In a folder with only
-        # an encoder, the names have no prefix.
+        # The names of tensors have a prefix in a folder with a whole model, and no prefix in a
+        # folder with only an encoder.
         prefix = t5gemma.PREFIX
         alone = open_files(lambda name: name.removeprefix(prefix).startswith("encoder."))
         tensors: Tensors = {name.removeprefix(prefix): x for name, x in alone.items()}
@@ -138,7 +138,7 @@ def _open_t5gemma(
 
 
 def _unequal_projection(folder: pathlib.Path, output: str, embedding: str) -> ValueError:
-    """Returns the error for a tied output projection that differs from the embedding."""
+    """Returns the error that is raised if a tied output projection differs from the embedding."""
     return ValueError(
         f"{folder / CONFIG} says that the model has no output projection of its own, but {output} "
         f"is not equal to {embedding}. Correct tie_word_embeddings."

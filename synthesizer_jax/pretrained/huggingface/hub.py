@@ -61,7 +61,7 @@ _NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(/(?P<folder>\w[\w.-]*))?")
 
 
 class Found(NamedTuple):
-    """A folder that `locate` has found.
+    """A folder with a model, as found by `locate`.
 
     Attributes:
       folder: the path of the folder.
@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 
 def find_folder(source: pathlib.Path, revision: str | None = None) -> pathlib.Path:
-    """Returns the path of the folder that `locate` finds."""
+    """Returns only the path of the folder that `locate` finds."""
     return locate(source, revision).folder
 
 
@@ -85,22 +85,23 @@ def locate(
     subfolder: str | None = None,
     variant: str | None = None,
 ) -> Found:
-    """Returns the folder of a model, which is a path that exists or the name of a model on the hub.
+    """Returns the folder of a model, given an existing path or the name of a model on the hub.
 
-    A model of the hub is in the cache of the library ``huggingface_hub``, in a folder that has the
-    name of the commit. Files that are missing from the cache are downloaded. Without a network, or
+    For a model on the hub, the folder is in the cache of the library ``huggingface_hub``, and its
+    name is the commit. Files that are missing from the cache are downloaded. Without a network, or
     with ``HF_HUB_OFFLINE=1``, the files must already be in the cache.
 
     Args:
-      source: a path, ``OWNER/NAME``, ``OWNER/NAME/FOLDER``, or one of the names in `OWNERS`.
+      source: a path, ``OWNER/NAME``, ``OWNER/NAME/FOLDER``, or a name in `OWNERS`, such as
+        ``t5-small``.
       revision: a branch, tag or commit of the model on the hub. `None` means the main branch.
       subfolder: a folder inside the source, such as ``text_encoder_2`` in a pipeline of diffusers.
         The folder of the pipeline's tokenizer is downloaded too.
-      variant: which files with weights are downloaded; see `weights.with_variant`.
+      variant: the variant of the weights to download; see `weights.with_variant`.
 
     Raises:
       FileNotFoundError: if the source is neither a path nor a model on the hub, or if the model has
-        no safetensors.
+        no safetensors files.
       ValueError: if a revision is given for a path that exists.
     """
     if source.exists():
@@ -160,20 +161,20 @@ def _locate_path(source: pathlib.Path, revision: str | None, subfolder: str | No
 def _download(
     model: str, revision: str | None, patterns: list[str], *, problem: str
 ) -> pathlib.Path:
-    """Downloads files of a model that are not in the cache yet.
+    """Downloads the files of a model that are not in the cache yet.
 
     Args:
       model: the name of the model, ``OWNER/NAME``.
       revision: a branch, tag or commit. `None` means the main branch.
-      patterns: the patterns of the files' paths.
+      patterns: patterns for the paths of the files to download.
       problem: the first sentences of error messages.
 
     Returns:
-      The model's folder in the cache. The name of the folder is the hash of the commit.
+      The model's folder in the cache. The folder is named after the commit.
 
     Raises:
-      FileNotFoundError: if ``huggingface_hub`` is not installed, or if the hub does not give the
-        model.
+      FileNotFoundError: if ``huggingface_hub`` is not installed, or if the model cannot be
+        downloaded.
     """
     if not is_installed("huggingface_hub"):
         raise FileNotFoundError(
@@ -183,8 +184,8 @@ def _download(
 
     try:
         found = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
-    # The exceptions of the libraries in `_LIBRARIES` have no common base class. Compare the names
-    # of the modules that define the exceptions instead.
+    # The exceptions of the libraries in `_LIBRARIES` have no common base class, so check in which
+    # module the class of the exception is defined.
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
@@ -205,9 +206,9 @@ def _files(variant: str | None) -> list[str]:
 
 
 def _folders(source: pathlib.Path) -> str:
-    """Returns a sentence that lists the folders in a source, after a space.
+    """Returns a space and a sentence that lists the folders in a source.
 
-    The sentence is empty if the source contains no folders.
+    The result is an empty string if the source contains no folders.
     """
     if not source.is_dir():
         return ""

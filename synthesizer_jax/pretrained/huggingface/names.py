@@ -51,14 +51,14 @@ UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight
 
 
 def is_in_encoder(name: str) -> bool:
-    """Returns whether a tensor belongs to the encoder, or may be the encoder's embedding."""
+    """Returns whether a tensor belongs to the encoder, or can be the encoder's embedding."""
     return name in EMBEDDINGS or not (name.startswith("decoder.") or name == OUTPUT)
 
 
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and layout that a parameter of this package has in PyTorch.
 
-    The path of the parameter must be that of a model with looped layers.
+    The path must be the path of the parameter in a model with looped layers.
     """
     if path == ("embedding",):
         return EMBEDDINGS[0], SAME
@@ -72,11 +72,11 @@ def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return name, TRANSPOSED
 
-    # Names in transformers have no levels for the alignment and for the parts of a mixture. Skip
-    # these levels.
+    # Skip the keys for the alignment and for the parts of a mixture, because names in transformers
+    # do not contain them.
     leaf = next(key for key in rest[1:] if key != "align" and not key.startswith("part_"))
     name = _LEAVES.get(leaf, f".{leaf}")
     layout = {"out": HEADS_OF_OUTPUTS, "scale": SAME}.get(leaf, TRANSPOSED)
     number = part.removeprefix("layers_")
-    # The name may be ``encoder.block.0.layer.0.SelfAttention.q.weight``, for example.
+    # An example of a name is ``encoder.block.0.layer.0.SelfAttention.q.weight``.
     return f"{stack}.block.{number}.{_SUBLAYERS[stack, rest[0]]}{name}.weight", layout

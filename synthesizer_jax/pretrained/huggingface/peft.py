@@ -1,7 +1,7 @@
 """Reads and writes folders of PEFT that hold LoRA adapters of a T5 or T5Gemma.
 
 A folder of PEFT contains ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors are
-low-rank updates of matrices, and whole parameters that ``modules_to_save`` names.
+low-rank updates of matrices, and complete parameters of the modules that ``modules_to_save`` names.
 """
 
 from __future__ import annotations
@@ -129,19 +129,19 @@ def is_adapter(source: pathlib.Path) -> bool:
 
 
 def base_of(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of the base model of a folder's adapters.
+    """Returns the folder of the base model to which the adapters in a folder belong.
 
     The base model may itself be a folder of adapters.
 
     Raises:
-      ValueError: if the folder does not name a base model, or if following the names of base models
-        leads back to the same adapters.
+      ValueError: if the folder does not name a base model, or if the chain of base models leads
+        back to the same adapters.
       FileNotFoundError: if the base model does not exist; see `find_folder`.
     """
     base = other = _named_base(folder)
     seen = {folder.resolve()}
-    # Follow the names of base models until a folder has no adapters, so that a circle is found
-    # before any tensor is read.
+    # Follow the chain of base models to a folder without adapters, so that a circular chain is
+    # found before any tensor is read.
     while other.resolve() not in seen:
         if not is_adapter(other):
             return base
@@ -184,16 +184,16 @@ def _check_options(config: Mapping[str, Any]) -> None:
 
 
 def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
-    """Returns an open T5 with the adapters of a folder added to its parameters.
+    """Adds the adapters in a folder to the parameters of a base model, and returns the model.
 
-    The low-rank update of a matrix is added when the matrix is read. Tensors of ``modules_to_save``
+    A low-rank update is added to its matrix when the matrix is read. Tensors of ``modules_to_save``
     replace the tensors of the base model. If the base model is an `Encoder`, tensors of the decoder
     are ignored.
 
     Raises:
-      FileNotFoundError: if the folder has no safetensors.
-      ValueError: if the adapters are not LoRA adapters of a supported form, or belong to another
-        model. The message lists all tensors that do not fit.
+      FileNotFoundError: if the folder has no safetensors file.
+      ValueError: if the adapters are not LoRA adapters of a supported form, or belong to a
+        different model. The message lists all tensors that do not fit.
     """
     name_of = kind_of(base.model).name_of
     path = folder / ADAPTER_CONFIG
@@ -213,8 +213,8 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     known: set[str] = set()
     for c in correspondences(base.model, name_of):
         modules = _modules_of(c, base.model)
-        # Collect the tensors that replace the parameter. Such tensors exist only if
-        # `modules_to_save` names the parameter.
+        # Collect the tensors that replace the parameter. The folder contains tensors that replace a
+        # parameter only if `modules_to_save` names the parameter.
         whole = {
             name: tensors[name] for module in modules for name in _whole(module) if name in tensors
         }
@@ -233,7 +233,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
         a, b = (tensors.get(name) for name in updates)
         if a is None and b is None:
             continue
-        # The torch matrix has the shape ``[outputs, inputs]``.
+        # The matrix of the torch module has the shape ``[outputs, inputs]``.
         outputs, inputs = c.layout.shape(c.shape)
         if a is None or b is None or not _are_update(a, b, inputs, outputs):
             problems.append(
@@ -242,7 +242,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
             )
             continue
         scale = alpha / a.shape[0] ** power
-        # A matrix that `modules_to_save` names may have a low-rank update too.
+        # If `modules_to_save` replaces the matrix, the update is added to the replacement.
         matrix = updated.get(c.path, params[c.path])
         updated[c.path] = Unread(c.shape, functools.partial(_read_updated, matrix, c, a, b, scale))
 
@@ -257,7 +257,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
 
 
 def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the tensors of a folder by name, without PEFT's prefix."""
+    """Returns the tensors of a folder by their names without PEFT's prefix."""
     path = folder / ADAPTER_TENSORS
     if not path.is_file() and (folder / _TORCH_TENSORS).is_file():
         raise FileNotFoundError(
@@ -272,7 +272,7 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that do not belong to a decoder, by their names in an encoder."""
+    """Returns the tensors of the encoder, by their names in a model without a decoder."""
     others = ("decoder", OUTPUT.partition(".")[0])
     of_encoder = {}
     for name, tensor in tensors.items():
@@ -285,9 +285,9 @@ def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _modules_of(c: Correspondence, model: TokenModel) -> list[str]:
     """Returns the names of the modules of transformers that hold a parameter of this package.
 
-    In transformers, several modules hold the embedding of a T5. A tied output projection holds the
-    embedding too. All of these modules share one tensor until PEFT wraps one of the modules. After
-    PEFT has wrapped a module, each module computes with its own copy of the tensor.
+    In transformers, several modules of a T5 hold the embedding, including a tied output projection.
+    All modules that hold the embedding initially share one tensor. If PEFT wraps one of the
+    modules, each module has its own copy of the tensor.
     """
     module = c.name.removesuffix(_WEIGHT)
     if c.path != ("embedding",):
@@ -311,9 +311,9 @@ def _share_embedding(
     """Copies the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
 
     If a folder of PEFT contains ``shared.weight``, the tensor is usually a copy of the base model's
-    tensor. If ``modules_to_save`` names the module ``shared``, the tensor has no effect, because
-    transformers computes with the embeddings of the stacks. The function reports such a tensor as a
-    problem.
+    tensor. However, if ``modules_to_save`` names the module ``shared``, the tensor has no effect,
+    because transformers computes with the embeddings of the stacks. The function reports a tensor
+    without an effect as a problem.
 
     Args:
       tensors: the tensors by name. The dictionary is changed in place.
@@ -321,7 +321,8 @@ def _share_embedding(
       wrapped: the names in ``modules_to_save``.
 
     Returns:
-      A list with a message if the tensor has no effect, and an empty list otherwise.
+      A list with an error message if the tensor has no effect, and an empty list if there is no
+      problem.
     """
     tensor = tensors.pop(_SHARED + _WEIGHT, None)
     if tensor is None:
@@ -339,24 +340,24 @@ def _share_embedding(
 
 
 def _whole(module: str) -> tuple[str, str]:
-    """Returns the two names that the tensor of a module may have in PEFT."""
+    """Returns the two names that the complete tensor of a module may have in a folder of PEFT."""
     return module + _WEIGHT, module + _BASE_LAYER
 
 
 def _updates(module: str) -> tuple[str, str]:
-    """Returns the names of the matrices A ``[rank, inputs]`` and B ``[outputs, rank]`` in PEFT."""
+    """Returns PEFT's names of the matrices A ``[rank, inputs]`` and B ``[outputs, rank]``."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def _are_update(a: Tensor, b: Tensor, inputs: int, outputs: int) -> bool:
-    """Returns whether two tensors can be A and B of an update of a matrix ``[outputs, inputs]``."""
+    """Returns whether two tensors can be the factors A and B of a matrix's low-rank update."""
     rank = a.shape[:1]
     shapes = (*rank, inputs), (outputs, *rank)
     return (a.shape, b.shape) == shapes and a.dtype in FLOATS and b.dtype in FLOATS
 
 
 def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) -> str | None:
-    """Returns why tensors cannot replace a parameter, or `None` if they can.
+    """Returns the reason why tensors cannot replace a parameter, or `None` if they can replace it.
 
     Args:
       c: the parameter, as a `Correspondence`.
@@ -379,14 +380,14 @@ def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) 
 
 
 def _read_whole(c: Correspondence, tensor: Tensor) -> np.ndarray:
-    """Reads a parameter whose replacement is saved in a folder of PEFT."""
+    """Reads the replacement of a parameter from a tensor in a folder of PEFT."""
     return c.layout.to_ours(tensor.read(None), c.shape)
 
 
 def _read_updated(
     base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float
 ) -> np.ndarray:
-    """Reads a parameter, and adds the low-rank update of the parameter."""
+    """Reads a parameter, and adds its low-rank update."""
     update = np.matmul(b.read(None).astype(np.float32), a.read(None).astype(np.float32))
     return base.read("float32") + c.layout.to_ours(scale * update, c.shape)
 
@@ -396,8 +397,8 @@ def write_adapters(
 ) -> None:
     """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
-    The written adapters fit the T5 of transformers. If the run has trained a parameter as a whole,
-    the parameter becomes one of ``modules_to_save``.
+    The adapters have the names and shapes that fit the T5 of transformers. If the run has trained a
+    complete parameter, its module is named in ``modules_to_save``.
 
     Args:
       folder: the empty directory.
@@ -405,7 +406,7 @@ def write_adapters(
       variables: the variables that the run has trained.
 
     Raises:
-      ValueError: if the model is not a T5, for example if it is a classifier. The message names the
+      ValueError: if the model is not a T5, for example if it is a classifier. The message names a
         part of the model that transformers does not support.
     """
     model = adapted.model
@@ -416,7 +417,7 @@ def write_adapters(
     targets: set[str] = set()
     saved: set[str] = set()
     for c in found:
-        # The written output projection includes the scale of the logits, as in `with_output_of_t5`.
+        # Multiply the scale of the logits into the output projection, as `with_output_of_t5` does.
         keys = ("params", *c.path)
         scale = np.float32(1.0)
         if c.path == ("logits_kernel",):
@@ -435,8 +436,8 @@ def write_adapters(
                 tensors[_PREFIX + name] = np.ascontiguousarray(matrix)
             targets.add(module)
 
-    # Write only the last parts of the modules' names, such as q and v, if all modules whose names
-    # end with these parts are adapted.
+    # If all modules whose names end with the same part, such as q or v, are adapted, write only the
+    # last parts of the names.
     leaves = {module.rpartition(".")[2] for module in targets}
     named = {c.name.removesuffix(_WEIGHT) for c in found}
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:
@@ -450,5 +451,6 @@ def write_adapters(
     text = json.dumps(_WRITTEN | config, indent=1)
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
-    # The library safetensors creates files that only the owner of the file can read.
+    # The library safetensors creates files that only their owner can read, so change the
+    # permissions.
     (folder / ADAPTER_TENSORS).chmod(0o644)

@@ -1,7 +1,7 @@
 """T5Gemma in transformers: its ``config.json`` and the names of its parameters (Zhang et al. 2025).
 
-The encoder and the decoder are like Gemma 2. The sizes of the encoder and the decoder may differ,
-and each of the two stacks has its own embedding.
+The layers of the encoder and of the decoder are like those of Gemma 2. The encoder and the decoder
+may have different sizes, and each of them has its own embedding.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LINEAR = "linear"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stack:
-    """The fields of ``encoder`` and ``decoder`` that are read, with transformers' defaults."""
+    """The fields of ``encoder`` and ``decoder`` that are used, with transformers' defaults."""
 
     vocab_size: Length = 256_000
     hidden_size: Length = 2304
@@ -87,11 +87,11 @@ class _Stack:
 
     @classmethod
     def read(cls, data: dict[str, Any], path: str) -> _Stack:
-        """Returns the fields of a part of ``config.json``.
+        """Returns the fields of the encoder or the decoder in ``config.json``.
 
         Args:
           data: the part's JSON object.
-          path: the part's name in error messages.
+          path: the name of the stack in error messages.
 
         Raises:
           ValueError: if a field has a value that is not supported.
@@ -109,8 +109,9 @@ class _Stack:
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
         """Returns the stack that the fields describe."""
         scale = self.query_pre_attn_scalar**-0.5
-        # Cross-attention has no positions and sees all keys. Self-attention has rotary positions.
-        # In some layers, self-attention also has a window.
+        # Cross-attention has no position information, and every query sees all keys of the encoder.
+        # Self-attention has rotary positions. In some layers, self-attention is restricted to a
+        # window.
         cross = Attention(
             self.num_attention_heads,
             self.head_dim,
@@ -126,8 +127,8 @@ class _Stack:
         global_mixer = cross.copy(alignment=rotary)
         window = self.sliding_window
         if window is not None and not in_decoder:
-            # In the encoders of transformers 5, a query sees one more key on each side than with a
-            # window of the same size in this package.
+            # In the encoders of transformers 5, a window reaches one key further on each side than
+            # a window of the same size in this package.
             window += 1
 
         activations = (_ACTIVATIONS[self.hidden_activation], "linear")
@@ -141,7 +142,7 @@ class _Stack:
             output_norm=True,
         )
         blocks = {_GLOBAL: block, _LOCAL: block.copy(self_mixer=global_mixer.copy(window=window))}
-        # By default, layers with and without a window alternate. The first layer has a window.
+        # By default, layers with and without a window alternate, beginning with a window.
         kinds = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
         runs = tuple(Run(blocks[kind], 1) for kind in kinds[: self.num_hidden_layers])
         return Stack(runs, norm=norm, dropout_rate=dropout_rate)
@@ -151,7 +152,7 @@ class _Stack:
         """Returns the fields that describe a stack.
 
         Raises:
-          ValueError: if a part of the stack cannot be described. The message names the part.
+          ValueError: if the fields cannot describe a part of the stack. The message names the part.
         """
         block, mixer, feed_forward = first_block(stack, name)
         dot = mixer.alignment
@@ -164,7 +165,8 @@ class _Stack:
         windows = [getattr(other, "window", None) for other in mixers]
         window = next(filter(None, windows), None)
         if window is not None and block.cross_mixer is None:
-            # Undo the increment in `build`. Only blocks of an encoder have no cross-attention.
+            # Undo the increment in `build`. Blocks without cross-attention are blocks of an
+            # encoder.
             window -= 1
 
         activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -190,7 +192,7 @@ class _Stack:
 
 
 def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns the settings of rotary positions of a stack.
+    """Returns the settings of the rotary position embeddings of a stack.
 
     Version 4 of transformers calls the settings ``rope_scaling``. Version 5 calls the settings
     ``rope_parameters``. If a stack has both keys, this function uses ``rope_scaling``, as version 5
@@ -213,8 +215,8 @@ class T5Gemma:
       encoder: the fields of the encoder.
       decoder: the fields of the decoder. `None` means that the model is only an encoder.
       tied: whether the decoder's embedding is also the output projection.
-      dropout_rate: the rate of dropout outside attention.
-      attention_dropout: the rate of dropout of attention weights.
+      dropout_rate: the dropout rate everywhere except on attention weights.
+      attention_dropout: the dropout rate of the attention weights.
       ids: the token ids of padding, of the end of a text, and of the decoder's start.
     """
 
@@ -245,7 +247,8 @@ class T5Gemma:
         # ``decoder``.
         ids = {name: decoder_fields.get(name) for name in IDS}
         ids.update(data)
-        # The decoder of a T5Gemma starts with BOS unless the configuration names another id.
+        # The first input of a T5Gemma's decoder is BOS, unless the configuration names a different
+        # id.
         unsaid = SpecialIds(start=decoder.bos_token_id)
         return cls(
             encoder,
@@ -260,8 +263,8 @@ class T5Gemma:
         """Returns the configuration of a model.
 
         Raises:
-          ValueError: if the model is not a T5Gemma. The message names a part of the model that
-            differs from a T5Gemma.
+          ValueError: if the model is not a T5Gemma. The message names a part that differs from a
+            T5Gemma.
         """
         assert isinstance(model, EncoderDecoder | Encoder)
         common: dict[str, Any] = {
@@ -322,8 +325,8 @@ class T5Gemma:
                 scaling["factor"] = factor
             rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
             if factor is not None:
-                # Version 4 of transformers reads only ``rope_scaling``, and version 5 prefers
-                # ``rope_scaling``.
+                # Write ``rope_scaling``, because version 4 of transformers reads only this key, and
+                # version 5 prefers it.
                 rope["rope_scaling"] = scaling
             return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
 
@@ -368,7 +371,7 @@ _LEAVES = {
 
 
 def is_t5gemma(model: nn.Module) -> bool:
-    """Returns whether the blocks of a model's encoder normalize outputs, as in a T5Gemma.
+    """Returns whether the encoder's blocks normalize the outputs of their layers, as in a T5Gemma.
 
     `T5Gemma.of` checks the other parts of the model.
     """
@@ -379,7 +382,7 @@ def is_t5gemma(model: nn.Module) -> bool:
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     """Returns the name and layout of a parameter in ``T5GemmaForConditionalGeneration``.
 
-    The argument is the path of a parameter of an `EncoderDecoder` with looped layers.
+    The argument `path` is the path of a parameter in an `EncoderDecoder` with looped layers.
     """
     if path == ("logits_kernel",):
         return OUTPUT, TRANSPOSED
@@ -398,7 +401,7 @@ def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
         return f"{stack}.norm.weight", SAME
     layer = f"{stack}.layers.{part.removeprefix('layers_')}"
     if rest[-1] == "scale":
-        # For example, this package calls a norm ``pre_self_attention_layer_norm``.
+        # An example of a norm's name in this package is ``pre_self_attention_layer_norm``.
         position, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
         name = _SUBLAYERS.get(sublayer, "feedforward")
         return f"{layer}.{position}_{name}_layernorm.weight", SAME

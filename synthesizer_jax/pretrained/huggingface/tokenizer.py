@@ -83,20 +83,21 @@ def read_vocabulary(
     ids: SpecialIds = T5_IDS,
     rows: int = MOST_ADDED**2,
 ) -> Bytes | SentencePiece | None:
-    """Returns the configuration of a folder's vocabulary, or `None` if it is not supported.
+    """Returns the configuration of a folder's vocabulary, or `None` if no supported file is found.
 
     In pipelines of diffusers, the tokenizer is in a folder beside the folder of the model, such as
     ``tokenizer_2`` beside ``text_encoder_2``.
 
     Args:
       folder: the folder of the model.
-      scratch: a directory for a SentencePiece file that is made from a ``tokenizer.json``.
+      scratch: a directory in which the function may write a SentencePiece file that is made from a
+        ``tokenizer.json``.
       ids: the ids of the model.
-      rows: the number of rows of the model's embedding.
+      rows: the number of rows in the model's embedding.
 
     Raises:
-      ValueError: if the class of the tokenizer is not supported, if the tokenizer puts unsupported
-        tokens around a text, or if tokens were added to the tokenizer.
+      ValueError: if the class of the tokenizer is not supported, if the tokenizer adds unsupported
+        tokens before or after a text, or if tokens were added to the tokenizer.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
@@ -141,15 +142,15 @@ def _read_sentencepiece(
       fields: the content of ``tokenizer_config.json``.
       extra_ids: the number of sentinels in `fields`, or `None` if `fields` does not contain this
         number.
-      rows: the number of rows of the model's embedding.
+      rows: the number of rows in the model's embedding.
 
     Raises:
-      ValueError: if tokens were added to the tokenizer, or if the tokenizer puts unsupported tokens
-        around a text.
+      ValueError: if tokens were added to the tokenizer, or if the tokenizer adds unsupported tokens
+        before or after a text.
     """
     vocabulary = named_vocabulary(str(folder / name), extra_ids)
     if extra_ids is None and vocabulary.build().vocab_size > rows:
-        # The embedding has no rows for sentinels, for example in MADLAD.
+        # The embedding has no rows for sentinels, as in MADLAD.
         vocabulary = replace(vocabulary, extra_ids=0)
     _refuse_added(folder, fields, vocabulary.build().vocab_size)
 
@@ -175,10 +176,10 @@ def _check_class(path: pathlib.Path, fields: Mapping[str, Any]) -> None:
 
 
 def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None:
-    """Raises a `ValueError` if ``tokenizer_config.json`` puts other tokens around a text.
+    """Raises a `ValueError` if ``tokenizer_config.json`` adds unsupported tokens around a text.
 
-    A byte-level BPE of this package puts BOS before a text and EOS after the text. All other
-    vocabularies put only one of the two tokens. The tokenizers of T5 and RoBERTa ignore the
+    In this package, a byte-level BPE puts BOS before a text and EOS after it. All other
+    vocabularies add only one of the two tokens. The tokenizers of T5 and RoBERTa ignore the
     settings for BOS and EOS, so this function does not check the settings of these tokenizers.
     """
     name = str(fields.get("tokenizer_class")).removesuffix("Fast")
@@ -193,9 +194,9 @@ def _check_bos(path: pathlib.Path, fields: Mapping[str, Any], bos: bool) -> None
 
 
 def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -> None:
-    """Raises a `ValueError` if a ``tokenizer.json`` puts other tokens around a text.
+    """Raises a `ValueError` if a ``tokenizer.json`` adds unsupported tokens around a text.
 
-    A vocabulary of this package puts either BOS before a text or EOS after the text.
+    A vocabulary of this package either puts BOS before a text, or EOS after it.
     """
     with describing(path, _OTHER_MODEL):
         processor = data.get("post_processor") or {}
@@ -209,11 +210,11 @@ def _check_template(path: pathlib.Path, data: Mapping[str, Any], *, bos: bool) -
 
 
 def _refuse_added(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> None:
-    """Raises a `ValueError` if transformers adds tokens to a vocabulary of `size` ids.
+    """Raises a `ValueError` if tokens were added to a vocabulary of `size` ids.
 
-    Version 4 of transformers writes added tokens to ``tokenizer_config.json``, whose content is
-    `fields`, and to ``added_tokens.json``. Version 5 writes added tokens only to
-    ``tokenizer.json``.
+    Version 4 of transformers writes added tokens to ``tokenizer_config.json`` and to
+    ``added_tokens.json``. The argument `fields` is the content of ``tokenizer_config.json``.
+    Version 5 writes added tokens only to ``tokenizer.json``.
     """
     with describing(folder, _REMEDY):
         decoder = fields.get("added_tokens_decoder") or {}
@@ -237,7 +238,7 @@ def tokenizer_folder(folder: _Path) -> _Path:
     """Returns the folder that holds the tokenizer of a model in a pipeline of diffusers.
 
     For example, the result for ``text_encoder_2`` is ``tokenizer_2`` in the same pipeline. If the
-    name of the folder is not that of a text encoder, the result is the folder itself.
+    folder does not have the name of a text encoder, the result is the folder itself.
     """
     if not folder.name.startswith(TEXT_ENCODER):
         return folder
@@ -245,17 +246,16 @@ def tokenizer_folder(folder: _Path) -> _Path:
 
 
 def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | SentencePiece:
-    """Returns the configuration of the vocabulary in a SentencePiece file, or of bytes.
+    """Returns the configuration of a vocabulary, given its file or the word ``bytes``.
 
     Inputs begin with BOS in the vocabularies of Gemma and CodeT5.
 
     Args:
       name: the path of a SentencePiece file, or ``bytes``.
-      extra_ids: the number of sentinels to add after the pieces of the file. The default `None`
-        stands for 125 sentinels after the bytes, as in ByT5. If a file already contains sentinels,
-        as mT5's file does, `None` adds no sentinels. If a file has no room for sentinels, as
-        Gemma's file, `None` adds no sentinels either. For all other files, `None` adds 100
-        sentinels, as in T5.
+      extra_ids: the number of sentinels to add after the pieces of the file. By default (`None`),
+        the number depends on the vocabulary. For bytes, the number is 125, as in ByT5. If a file
+        already contains sentinels, as mT5's file does, or if it has no room for sentinels, like
+        Gemma's file, no sentinels are added. For all other files, the number is 100, as in T5.
     """
     if name == BYTES:
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
@@ -268,7 +268,7 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
 
 
 def _has_bos(model: bytes) -> bool:
-    """Returns whether inputs begin with BOS.
+    """Returns whether inputs begin with BOS, given the contents of a SentencePiece model.
 
     Inputs begin with BOS for Gemma's SentencePiece model, and for a SentencePiece model that was
     made from CodeT5's files.
@@ -277,7 +277,7 @@ def _has_bos(model: bytes) -> bool:
 
 
 def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
-    """Returns the SentencePiece model, with sentinels, that tokenizer files of a folder describe.
+    """Converts the tokenizer files of a folder to a SentencePiece model with sentinels.
 
     Args:
       path: a ``tokenizer.json``, or a ``vocab.json`` that has ``merges.txt`` beside it and may have
@@ -305,14 +305,14 @@ def sentencepiece_model(path: pathlib.Path, ids: SpecialIds = T5_IDS) -> bytes:
         if (processor.pad_id(), processor.eos_id()) != (ids.padding, ids.end):
             raise ValueError("its ids of padding and EOS differ from those of the model")
     if BPE_OF_BYTES.encode() not in model:
-        # Byte-level BPEs are not checked, because a byte-level BPE has RoBERTa's post-processor
-        # instead of a template.
+        # A byte-level BPE is not checked, because it has RoBERTa's post-processor instead of a
+        # template.
         _check_template(path, data, bos=_has_bos(model))
     return model
 
 
 def _join_files(vocab: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """Converts RoBERTa's older tokenizer files to the content of a ``tokenizer.json``."""
+    """Converts tokenizer files in RoBERTa's older format to the content of a ``tokenizer.json``."""
     lines = (folder / MERGES).read_text(encoding="utf-8").splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
     added = read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
@@ -351,10 +351,11 @@ class _Pieces(NamedTuple):
     """The pieces of a tokenizer.
 
     Attributes:
-      kind: ``unigram``, as in T5; ``bpe``, which writes characters without a piece as bytes, as in
-        Gemma; or ``byte-level``, a BPE of bytes, as in CodeT5.
+      kind: the algorithm: ``unigram`` in T5, ``bpe`` in Gemma, or ``byte-level`` in CodeT5. ``bpe``
+        is a BPE that represents a character without a piece by the bytes of the character.
+        ``byte-level`` is a BPE whose symbols are bytes.
       scored: the pieces with their scores, in the order of the pieces' ids.
-      unknown: the id of the piece for characters that no other piece contains.
+      unknown: the id of the piece for unknown characters.
       start: the id of BOS. Tokenizers of the kind ``unigram`` do not use BOS.
     """
 
@@ -371,7 +372,7 @@ def _read_pieces(
 
     Args:
       model: the entry ``model`` of the file.
-      steps: the steps of the normalizer and of the pre-tokenizer.
+      steps: the steps of the normalizer and the pre-tokenizer.
       special: the ids of the model.
 
     Raises:
@@ -392,11 +393,12 @@ def _read_pieces(
 def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: SpecialIds) -> bytes:
     """Returns the SentencePiece model for the content of a ``tokenizer.json``.
 
-    Wrong content of the file raises errors of several types, which the caller catches.
+    If the content is invalid, the function raises errors of various types, which the caller
+    catches.
 
     Args:
       data: the content of the file.
-      messages: the module of SentencePiece that defines its protocol buffers.
+      messages: the Python module of SentencePiece's protocol buffers.
       special: the ids of the model.
     """
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
@@ -406,7 +408,7 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType, special: Speci
     _describe_training(proto.trainer_spec, pieces, messages, special)
     proto.trainer_spec.vocab_size = len(proto.pieces)
     if pieces.kind == "byte-level":
-        # Store the original JSON, because `tokenizer_json` returns the JSON when the model is
+        # Store the original JSON, so that `tokenizer_json` can return it when the model is
         # exported.
         proto.trainer_spec.input.append(json.dumps(data))
     _describe_normalizer(proto.normalizer_spec, pieces, steps)
@@ -419,20 +421,20 @@ def _add_pieces(
 ) -> None:
     """Adds the pieces and the added tokens of a ``tokenizer.json`` to a SentencePiece model.
 
-    The text of a user-defined piece is recognized in inputs. The text of a control piece is never
-    recognized in inputs.
+    If the text of a user-defined piece occurs in an input, it is encoded as this piece. The text of
+    a control piece is never encoded as the control piece.
     """
     kinds = messages.ModelProto.SentencePiece
     added = _added_tokens(data)
-    # Find out whether a sentinel includes the space before the sentinel, as always in
-    # SentencePiece. The character ``▁`` of a piece stands for a space.
+    # Find out whether a sentinel includes the space before it. SentencePiece's own sentinels always
+    # include the space. The character ``▁`` of a piece stands for a space.
     with_space = pieces.kind != "byte-level" or all(
         token.get("lstrip", True)
         for token in data.get("added_tokens") or ()
         if token["content"] == "<extra_id_0>"
     )
-    # In a BPE that falls back to bytes, only the added tokens up to the id `last_control` are
-    # control pieces.
+    # In a BPE with byte fallback, added tokens are control pieces only if their ids are at most
+    # `last_control`.
     last_control = max(special.padding, special.end, special.start, pieces.unknown)
 
     for i, (piece, score) in enumerate(_with_added(pieces.scored, added)):
@@ -484,13 +486,13 @@ def _describe_normalizer(spec: Any, pieces: _Pieces, steps: list[dict[str, Any]]
     and the pre-tokenizer.
     """
     if pieces.kind != "unigram":
-        # BPE tokenizers neither put a space before a text nor remove spaces. A byte-level BPE
-        # replaces every byte by a character, so that spaces need no replacement of their own.
+        # BPE tokenizers do not put a space before a text, and do not remove spaces. A byte-level
+        # BPE replaces every byte, including spaces, by a character, so spaces are not escaped.
         spec.add_dummy_prefix = False
         spec.remove_extra_whitespaces = False
         spec.escape_whitespaces = pieces.kind != "byte-level"
 
-    # Use the tokenizer's table for the normalization of characters, if it exists.
+    # If the tokenizer has a table for normalizing characters, use this table.
     tables = (step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled")
     spec.precompiled_charsmap = base64.b64decode(next(tables, ""), validate=True)
     if pieces.kind == "byte-level":
@@ -509,12 +511,13 @@ def _scored(model: dict[str, Any]) -> list[tuple[str, float]]:
     """Returns the pieces of a BPE with scores.
 
     SentencePiece merges the pair whose piece has the highest score first, so the scores are the
-    negative ranks of the merges. If no merge makes a piece, the score of the piece is −∞, except
-    for single characters.
+    negative ranks of the merges. A piece that no merge produces has the score −∞, unless it is a
+    single character.
     """
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
-        # A merge has the form "first second" in old files, and ["first", "second"] in new files.
+        # A merge is a string "first second" in old files, and a list ["first", "second"] in new
+        # files.
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault(first + second, rank)
 
@@ -546,8 +549,8 @@ def _steps(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         return
     is_supported = kind in _STEPS
     if kind != "Metaspace":
-        # If one of these settings is present, its value must be the value in this dictionary or a
-        # space.
+        # If a step has one of these settings, the setting must have the value in this dictionary,
+        # or be a space.
         for name, value in {"content": "▁", "add_prefix_space": False, "use_regex": True}.items():
             if component.get(name, value) not in (value, " "):
                 is_supported = False
@@ -576,7 +579,7 @@ def _with_added(
 ) -> list[tuple[str, float]]:
     """Returns the pieces, followed by the sentinels that were added to the pieces.
 
-    If an id has neither a piece nor an added token, the id gets an unused piece.
+    An id that has neither a piece nor an added token gets an unused piece.
     """
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:

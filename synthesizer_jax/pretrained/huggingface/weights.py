@@ -28,11 +28,11 @@ TORCH = "pytorch_model.bin"
 
 
 def with_variant(file: str, variant: str | None) -> str:
-    """Returns the name of a file with weights, or of an index, in a variant of a model.
+    """Returns the name that a file of weights, or their index, has in a variant of a model.
 
-    For example, ``model.safetensors`` becomes ``model.fp16.safetensors`` in the variant ``fp16``.
-    Transformers uses the name ``model.fp16.safetensors`` if a model is saved with
-    ``variant="fp16"``. If the variant is `None`, the result is the unchanged name.
+    For example, in the variant ``fp16``, the file ``model.safetensors`` has the name
+    ``model.fp16.safetensors``. Transformers uses the name ``model.fp16.safetensors`` if a model is
+    saved with ``variant="fp16"``. If the variant is `None`, the result is the unchanged name.
     """
     if variant is None:
         return file
@@ -52,8 +52,8 @@ def open_weights(
 
     Args:
       folder: the folder of the model.
-      wanted: a function that tells from the name of a tensor whether to return the tensor. If the
-        folder has an index, files without a wanted tensor are not opened.
+      wanted: a function that takes the name of a tensor, and says whether to return the tensor. If
+        the folder has an index, files that contain no wanted tensor are not opened.
       variant: the variant of the files to open; see `with_variant`.
 
     Raises:
@@ -72,7 +72,7 @@ def open_weights(
             weight_map = read_json(index)["weight_map"]
             shards = set()
             for name in {shard for tensor, shard in weight_map.items() if wanted(tensor)}:
-                # An untrusted index could name any path. Open only files inside the folder.
+                # Open only files inside the folder, because an untrusted index could name any path.
                 if pathlib.PurePath(name).name != name or "\\" in name:
                     raise ValueError(f"it names {name!r}, which is not a file of the folder")
                 shards.add(folder / name)
@@ -92,8 +92,8 @@ def _find_files(
     """Returns the first name in `_READERS` for which a folder has files, or `None`.
 
     Returns:
-      The name, the path of the single file, and the path of the index. At least one of the two
-      paths exists.
+      The name, the path of a single file with all weights, and the path of an index. At least one
+      of these two files exists.
     """
     for file in _READERS:
         path = folder / with_variant(file, variant)
@@ -104,7 +104,7 @@ def _find_files(
 
 
 def _advice(folder: pathlib.Path, variant: str | None) -> str:
-    """Returns a sentence about what users can do if a folder has no weights of a variant."""
+    """Returns a sentence that says what a user can do if a folder has no weights of a variant."""
     matches = [_VARIANT.fullmatch(path.name) for path in folder.iterdir()]
     found = {match[1] for match in matches if match is not None}
     choices = [f"give variant={name!r}" for name in sorted(found)]
@@ -124,8 +124,8 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 
     def read(_: int | None, *, name: str) -> np.ndarray:
         """Reads the tensor `name` of the file."""
-        # Map the file again for every tensor. If one mapping stayed open, all pages that were read
-        # would stay in memory.
+        # Map the file into memory again for every tensor. If the mapping stayed open, all pages
+        # that were read would stay in memory.
         with safetensors.safe_open(path, framework="numpy") as file:
             array: np.ndarray = file.get_tensor(name)
         return array
@@ -141,7 +141,7 @@ def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
-    """Opens a PyTorch file, with the loader of PyTorch that can create only tensors."""
+    """Opens a PyTorch file with PyTorch's restricted loader, which can create only tensors."""
     if not is_installed("torch"):
         raise ModuleNotFoundError(
             f"{path} needs PyTorch, which is not installed. Install torch, or give a folder with "
@@ -149,7 +149,8 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
         )
     import torch
 
-    # Files from versions of PyTorch before 1.6 are not zip archives, so they cannot be mapped.
+    # Files that were written by PyTorch before version 1.6 are not zip archives, so they cannot be
+    # memory-mapped.
     mapped = zipfile.is_zipfile(path)
     try:
         loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
