@@ -7,7 +7,8 @@ policy may save the logits of every tile.
 
 `platform_dependent` works like `jax.lax.platform_dependent`, but its functions are opaque to JAX.
 An implementation is traced only when a program is lowered for the platform of the implementation.
-The kernels of other platforms therefore cost no tracing time.
+The kernels of other platforms therefore cost no tracing time, and the modules that contain them are
+not even imported.
 
 `with_gradient` and `platform_dependent` use the JAX primitive `_opaque_p`. Each equation of
 `_opaque_p` in a program contains all implementations of a function.
@@ -15,6 +16,7 @@ The kernels of other platforms therefore cost no tracing time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -90,7 +92,7 @@ def _opaque(function: Callable[..., PyTree], *args: PyTree) -> Any:
 def platform_dependent(
     *args: PyTree,
     default: Callable[..., PyTree],
-    kernels: Mapping[str, Callable[..., PyTree]] | None = None,
+    kernels: Mapping[str, Callable[[], Callable[..., PyTree] | None]] | None = None,
     **implementations: Callable[..., PyTree],
 ) -> Any:
     """Calls the kernel or the implementation for the platform of the program, or else the default.
@@ -103,9 +105,10 @@ def platform_dependent(
     Args:
       *args: the arguments, pytrees of arrays.
       default: the function for all other platforms.
-      kernels: functions by platform that the compiler cannot divide over devices; see
-        `on_every_device`. The platforms have their names in lowering; see `lowering_platform`. A
-        kernel takes precedence over an implementation for the same platform.
+      kernels: for each platform, a function without arguments that returns a kernel, or None if the
+        platform has no kernel that can take the arguments. A kernel takes precedence over an
+        implementation for the same platform. The compiler cannot divide a kernel over devices; see
+        `on_every_device`. The platforms have their names in lowering; see `lowering_platform`.
       **implementations: functions by platform that the compiler can divide over devices.
 
     Raises:
@@ -122,10 +125,16 @@ def platform_dependent(
     # The default is traced immediately, because its results define the shapes of all results.
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
     has_mesh = not jax.sharding.get_abstract_mesh().empty
-    others = {name: _Implementation(flat(function)) for name, function in implementations.items()}
-    for name, kernel in (kernels or {}).items():
-        others[name] = _Implementation(flat(on_every_device(kernel)), lacks_mesh=not has_mesh)
-    results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=tuple(others.items()))
+
+    # Kernels come first, because the first available function of a platform is used.
+    others = []
+    for platform, find in (kernels or {}).items():
+        kernel = _LazyKernel(functools.cache(find))
+        function = flat(on_every_device(kernel.__call__))
+        others.append(_Implementation(platform, function, kernel, lacks_mesh=not has_mesh))
+    for platform, implementation in implementations.items():
+        others.append(_Implementation(platform, flat(implementation)))
+    results = _opaque_p.bind(*leaves, jaxpr=jaxpr, others=tuple(others))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -138,6 +147,26 @@ def lowering_platform(backend: str) -> str:
     program is lowered, so their tables use the names of lowering.
     """
     return "cuda" if backend == "gpu" else backend
+
+
+class _LazyKernel(NamedTuple):
+    """A kernel that is looked up, and perhaps imported, when it is first needed.
+
+    Attributes:
+      find: a function that returns the kernel, or None if no kernel can take the arguments.
+    """
+
+    find: Callable[[], Callable[..., PyTree] | None]
+
+    def is_available(self) -> bool:
+        """Returns whether a kernel can take the arguments."""
+        return self.find() is not None
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Calls the kernel, which must be available."""
+        kernel = self.find()
+        assert kernel is not None
+        return kernel(*args)
 
 
 def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,16 +193,20 @@ class _Implementation(NamedTuple):
     """A function of arrays for one platform.
 
     Attributes:
+      platform: the name of the platform, as in JAX's lowering rules.
       function: a function that maps arrays to a list of arrays.
+      kernel: the kernel that the function calls, or None if the function calls no kernel.
       lacks_mesh: whether the function is a kernel that was created while no mesh was set. Such a
         kernel cannot be divided over several devices.
     """
 
+    platform: str
     function: Callable[..., list[jax.Array]]
+    kernel: _LazyKernel | None = None
     lacks_mesh: bool = False
 
 
-_Implementations: TypeAlias = tuple[tuple[str, _Implementation], ...]
+_Implementations: TypeAlias = tuple[_Implementation, ...]
 _opaque_p = Primitive("opaque")
 """Evaluates the function for the platform of the program, or else the jaxpr of the default."""
 _opaque_p.multiple_results = True
@@ -204,18 +237,25 @@ def _opaque_batch(
     """Implements `jax.vmap` for the primitive, by mapping the default and all implementations."""
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)))(*args)
     others = tuple(
-        (name, other._replace(function=jax.vmap(other.function, tuple(axes))))
-        for name, other in others
+        other._replace(function=jax.vmap(other.function, tuple(axes))) for other in others
     )
     results = _opaque_p.bind(*args, jaxpr=mapped, others=others)
     return results, [0] * len(results)
+
+
+def _find_implementation(platform: str, others: _Implementations) -> _Implementation | None:
+    """Returns the first available implementation for a platform, or None for the default."""
+    for other in others:
+        if other.platform == platform and (other.kernel is None or other.kernel.is_available()):
+            return other
+    return None
 
 
 def _evaluate_on(platform: str) -> Callable[..., list[jax.Array]]:
     """Returns a function that evaluates the primitive for a platform."""
 
     def evaluate(*args: jax.Array, jaxpr: ClosedJaxpr, others: _Implementations) -> list[jax.Array]:
-        implementation = dict(others).get(platform)
+        implementation = _find_implementation(platform, others)
         function = jaxpr_as_fun(jaxpr) if implementation is None else implementation.function
         return function(*args)
 
@@ -227,7 +267,7 @@ def _lower_on(platform: str) -> Callable[..., Sequence[Any]]:
     lower = mlir.lower_fun(_evaluate_on(platform), multiple_results=True)
 
     def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Sequence[Any]:
-        implementation = dict(params["others"]).get(platform)
+        implementation = _find_implementation(platform, params["others"])
         if implementation is not None and implementation.lacks_mesh:
             _check_one_device(ctx, platform)
         return lower(ctx, *args, **params)

@@ -25,7 +25,10 @@ The fused route has one implementation for each kind of device:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -51,6 +54,7 @@ from synthesizer_jax.attention.terms import (
     cut_diagonals,
     uses_segment_positions,
 )
+from synthesizer_jax.base.typing import PyTree
 
 CHECKPOINT_NAME = "attention"
 """The name that lets a `jax.checkpoint` policy save the output and the residuals of attention."""
@@ -71,14 +75,15 @@ class Options(NamedTuple):
 
     Attributes:
       soft_cap: the argument `soft_cap` of `attend`.
-      query_offset: `Mask.query_offset` if it is a number, or 0 if it is an array. Only kernels read
-        `query_offset`, and kernels cannot run if `Mask.query_offset` is an array.
-      kernels: the platforms whose kernels can take the inputs, by their names in lowering.
+      query_offset: `Mask.query_offset` if it is a number, or None if it is an array. Kernels need
+        to know the number, so they cannot run if it is None.
+      platforms: the platforms whose kernels may run if they can take the inputs, by their names in
+        lowering.
     """
 
     soft_cap: float | None
-    query_offset: int
-    kernels: tuple[str, ...]
+    query_offset: int | None
+    platforms: tuple[str, ...] = _KERNEL_PLATFORMS
 
 
 def attend_fused(call: Call) -> jax.Array:
@@ -87,16 +92,17 @@ def attend_fused(call: Call) -> jax.Array:
     The logits are computed in tiles; see the module's docstring.
     """
     inputs = fused_inputs(call)
-    options = fused_options(call, inputs)
+    options = fused_options(call)
     platform = lowering_platform(jax.default_backend())
 
     # Without a kernel, the result is correct but the call is much slower, so the user is warned.
-    if platform in _KERNEL_PLATFORMS and platform not in options.kernels:
-        why = _kernels(platform).obstacle(inputs)
-        warn_once(
-            f"attend: this call runs as a slow loop over the examples on {platform}, because no "
-            f"kernel supports it. {why}"
-        )
+    if platform in _KERNEL_PLATFORMS:
+        why = _kernel_obstacle(platform, inputs)
+        if why is not None:
+            warn_once(
+                f"attend: this call runs as a slow loop over the examples on {platform}, because "
+                f"no kernel supports it. {why}"
+            )
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         """Returns the attention output and the softmax statistics of each row."""
@@ -173,14 +179,32 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
       call: the attention call.
       platform: ``tpu`` or ``gpu``, as `explain` names the platforms.
     """
-    return _kernels(lowering_platform(platform)).obstacle(fused_inputs(call))
+    return _kernel_obstacle(lowering_platform(platform), fused_inputs(call))
 
 
-def fused_options(call: Call, inputs: FusedInputs) -> Options:
-    """Returns the options of a call, given the inputs that `fused_inputs` made from the call."""
+def _kernel_obstacle(platform: str, inputs: FusedInputs) -> str | None:
+    """Explains why the kernels of a platform cannot take the inputs, or returns None if they can.
+
+    Args:
+      platform: ``tpu`` or ``cuda``.
+      inputs: the inputs, whose arrays may be abstract.
+    """
+    if platform == "cuda":
+        try:
+            importlib.import_module("jax.experimental.pallas.triton")
+        except ImportError:
+            return (
+                f"JAX {jax.__version__} has no module jax.experimental.pallas.triton, which "
+                "compiles the kernels for GPUs. Install an older JAX that has the module, such as "
+                "0.12."
+            )
+    return _kernels(platform).obstacle(inputs)
+
+
+def fused_options(call: Call) -> Options:
+    """Returns the options of a call."""
     offset = call.mask.query_offset
-    kernels = [name for name in _KERNEL_PLATFORMS if _kernels(name).obstacle(inputs) is None]
-    return Options(call.soft_cap, offset if isinstance(offset, int) else 0, tuple(kernels))
+    return Options(call.soft_cap, offset if isinstance(offset, int) else None)
 
 
 class _Kernels(Protocol):
@@ -209,8 +233,8 @@ class _Kernels(Protocol):
 def _kernels(platform: str) -> _Kernels:
     """Returns the module with the kernels of a platform, which is ``tpu`` or ``cuda``.
 
-    The module is imported only when the fused route runs, because it imports Pallas, which the
-    reference route does not need.
+    The module is imported only when a program for the platform needs it. It imports Pallas, which
+    takes a third of a second and which programs for CPUs do not need.
     """
     if platform == "tpu":
         from synthesizer_jax.attention import fused_tpu
@@ -219,6 +243,42 @@ def _kernels(platform: str) -> _Kernels:
     from synthesizer_jax.attention import fused_gpu
 
     return fused_gpu
+
+
+def _lazy_kernels(
+    options: Options, inputs: FusedInputs, select: Callable[[_Kernels, int], Callable[..., PyTree]]
+) -> dict[str, Callable[[], Callable[..., PyTree] | None]]:
+    """Returns the argument `kernels` of `platform_dependent`.
+
+    Args:
+      options: the options of the call.
+      inputs: the inputs of the call.
+      select: a function that maps a module with kernels and `Mask.query_offset` to one kernel.
+    """
+    # The functions are called when a program is lowered. They must not hold on to traced arrays, so
+    # they get only the shapes and dtypes.
+    shapes = shapes_of_inputs(options, inputs)
+
+    def find(platform: str) -> Callable[..., PyTree] | None:
+        """Returns the kernel for a platform, or None if the kernels cannot take the inputs."""
+        if _kernel_obstacle(platform, shapes) is not None:
+            return None
+        # An offset that is an array would be an obstacle.
+        assert options.query_offset is not None
+        return select(_kernels(platform), options.query_offset)
+
+    return {platform: functools.partial(find, platform) for platform in options.platforms}
+
+
+def shapes_of_inputs(options: Options, inputs: FusedInputs) -> FusedInputs:
+    """Returns abstract inputs, with the offset of the mask as a number if it is known.
+
+    Inside of `jax.jit`, all numbers in `inputs.mask` are traced arrays. `options` holds the number.
+    """
+    shapes: FusedInputs = jax.tree.map(jax.typeof, inputs)
+    if options.query_offset is None:
+        return shapes
+    return shapes._replace(mask=dataclasses.replace(shapes.mask, query_offset=options.query_offset))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -234,12 +294,13 @@ def fused_forward(
     # GPUs compute all heads of an example in parallel, unless they have a kernel for these inputs.
     # `platform_dependent` prefers a kernel to other implementations.
     parallel = dict.fromkeys(_GPUS, functools.partial(default, parallel=True))
-    kernels = {
-        name: functools.partial(
-            _kernels(name).forward, q_length, options.query_offset, options.soft_cap
-        )
-        for name in options.kernels
-    }
+    kernels = _lazy_kernels(
+        options,
+        inputs,
+        lambda module, offset: functools.partial(
+            module.forward, q_length, offset, options.soft_cap
+        ),
+    )
     results: tuple[jax.Array, SoftmaxStats] = platform_dependent(
         inputs, default=default, kernels=kernels, **parallel
     )
@@ -261,10 +322,11 @@ def fused_backward(
     """
     default = functools.partial(loop_backward, soft_cap=options.soft_cap)
     parallel = dict.fromkeys(_GPUS, functools.partial(default, parallel=True))
-    kernels = {
-        name: functools.partial(_kernels(name).backward, options.query_offset, options.soft_cap)
-        for name in options.kernels
-    }
+    kernels = _lazy_kernels(
+        options,
+        inputs,
+        lambda module, offset: functools.partial(module.backward, offset, options.soft_cap),
+    )
     cotangents: FusedInputs = platform_dependent(
         inputs, stats, delta, dout, default=default, kernels=kernels, **parallel
     )

@@ -44,6 +44,7 @@ from synthesizer_jax.attention.fused_route import (
     fused_forward,
     fused_inputs,
     fused_options,
+    shapes_of_inputs,
     softmax_vjp_delta,
 )
 from synthesizer_jax.attention.masks import Mask, zero_padding
@@ -72,16 +73,15 @@ def attend_static(call: Call) -> jax.Array:
         # The smallest positive float16 is 6e-8, so small entries of E would become zero.
         call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
     inputs = static_inputs(call)
-    options = fused_options(call, inputs)
+    options = fused_options(call)
 
     # The fused route replaces the matrix products only if they would lose digits, which is rare.
     # The TPU kernels of the fused route are excluded, because it would take time to compile them
     # although they would almost never run.
-    options = options._replace(kernels=tuple(name for name in options.kernels if name != "tpu"))
-    on_tpu = _kernel_obstacle(q_length, inputs) is None
+    options = options._replace(platforms=tuple(p for p in options.platforms if p != "tpu"))
     attend = with_gradient(
-        functools.partial(_attend_static_fwd, q_length, options, on_tpu),
-        functools.partial(_attend_static_bwd, options, on_tpu),
+        functools.partial(_attend_static_fwd, q_length, options),
+        functools.partial(_attend_static_bwd, options),
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)
@@ -174,14 +174,15 @@ keys depend on the example, so values can be masked by keys instead of logits.
 """
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_static_fwd(
-    q_length: int, options: Options, on_tpu: bool, inputs: FusedInputs
+    q_length: int, options: Options, inputs: FusedInputs
 ) -> tuple[jax.Array, _OptionalResiduals]:
     """Returns the output ``[b, q, h, e]`` and the residuals.
 
     The matrix products run first. If the matrix products may have lost digits, the fused route
-    computes the result again. On TPUs, kernels compute the matrix products if `on_tpu` is true.
+    computes the result again. On TPUs, kernels compute the matrix products if they can take the
+    inputs.
     """
     # If the real queries of a position see the same keys in all examples, the examples also share
     # the denominator.
@@ -191,15 +192,22 @@ def _attend_static_fwd(
     # another.
     matmuls = functools.partial(_matmul_fwd, q_length)
     parallel = dict.fromkeys(_ACCELERATORS, matmuls)
-    kernels: dict[str, Callable[..., PyTree]] = {}
-    if on_tpu:
+    default = functools.partial(matmuls, parallel=False)
+    shapes = shapes_of_inputs(options, inputs)
+
+    def find_kernel() -> Callable[..., PyTree] | None:
+        """Returns the kernel for TPUs, or None if it cannot take the inputs."""
+        if _kernel_obstacle(q_length, shapes) is not None:
+            return None
         from synthesizer_jax.attention import static_tpu
 
-        kernels["tpu"] = functools.partial(
+        return functools.partial(
             static_tpu.forward, q_length, options.query_offset, same_keys=same_keys
         )
-    default = functools.partial(matmuls, parallel=False)
-    out, inverse_row_sum = platform_dependent(inputs, default=default, kernels=kernels, **parallel)
+
+    out, inverse_row_sum = platform_dependent(
+        inputs, default=default, kernels={"tpu": find_kernel}, **parallel
+    )
     if same_keys:
         return out, ()
 
@@ -224,10 +232,9 @@ def _attend_static_fwd(
     return out, _Residuals(inverse_row_sum, row_max, is_exact)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _attend_static_bwd(
     options: Options,
-    on_tpu: bool,
     inputs: FusedInputs,
     out: jax.Array,
     residuals: _OptionalResiduals,
@@ -236,7 +243,7 @@ def _attend_static_bwd(
     """Returns the cotangents of the inputs, from the implementation that computed the output."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
-        """Computes the cotangents with matrix products, or with TPU kernels if `on_tpu` is true."""
+        """Computes the cotangents with matrix products, or with kernels on TPUs."""
 
         def matmuls(
             inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True
@@ -244,17 +251,22 @@ def _attend_static_bwd(
             """Computes the cotangents with matrix products, which do not read the output."""
             return _matmul_bwd(inputs, *rest, parallel=parallel)
 
-        kernels: dict[str, Callable[..., PyTree]] = {}
-        if on_tpu:
+        shapes = shapes_of_inputs(options, inputs)
+
+        def find_kernel() -> Callable[..., PyTree] | None:
+            """Returns the kernel for TPUs, or None if it cannot take the inputs."""
+            if _kernel_obstacle(dout.shape[1], shapes) is not None:
+                return None
             from synthesizer_jax.attention import static_tpu
 
             def kernel(
                 inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any
             ) -> FusedInputs:
-                """Computes the cotangents with kernels, which compute delta from the output."""
+                """Computes the cotangents. The kernel computes delta from the output."""
                 return static_tpu.backward(options.query_offset, inputs, out, *rest)
 
-            kernels["tpu"] = kernel
+            return kernel
+
         cotangents: FusedInputs = platform_dependent(
             inputs,
             out,
@@ -262,7 +274,7 @@ def _attend_static_bwd(
             inverse_row_sum,
             dout,
             default=functools.partial(matmuls, parallel=False),
-            kernels=kernels,
+            kernels={"tpu": find_kernel},
             **dict.fromkeys(_ACCELERATORS, matmuls),
         )
         return cotangents

@@ -40,7 +40,7 @@ def padding_masks() -> dict[str, Mask]:
 def is_exact(logits: jax.Array, values: jax.Array, mask: Mask) -> bool:
     """Whether the route uses matrix products, because they do not lose digits here."""
     inputs = static_inputs(Call((static(logits),), values, mask, logits.shape[1]))
-    _, residuals = _attend_static_fwd(logits.shape[1], Options(None, 0, ()), False, inputs)
+    _, residuals = _attend_static_fwd(logits.shape[1], Options(None, 0, ()), inputs)
     return bool(residuals.is_exact)
 
 
