@@ -11,17 +11,21 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from synthesizer_jax.base.files import absolute
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Contents
+
+Part: TypeAlias = tuple[slice, ...]
+"""A part of an array, with one slice for each axis. The empty tuple is the whole array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,32 +34,40 @@ class Unread:
 
     Attributes:
       shape: the shape of the array.
-      stored: a function that reads the array from its file and returns it in the dtype in which it
-        is stored. Every call reads the file again.
+      stored: a function that reads a part of the array in the dtype in which the array is stored.
+        Every call reads the part again.
       dtype: the dtype of the array that `read` returns.
     """
 
     shape: tuple[int, ...]
-    stored: Callable[[], np.ndarray]
+    stored: Callable[[Part], np.ndarray]
     dtype: np.dtype[np.generic] = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
 
     @classmethod
     def of(cls, x: ArrayLike) -> Unread:
         """Returns an `Unread` for an array that is already in memory."""
-        return cls(np.shape(x), lambda: np.asarray(x), np.dtype(jnp.result_type(x)))
+        return cls(np.shape(x), lambda part: np.asarray(x)[part], np.dtype(jnp.result_type(x)))
 
     def __mul__(self, factor: float) -> Unread:
-        """Returns an `Unread` for the array times a number, without reading the array."""
-        return dataclasses.replace(self, stored=lambda: self.read() * self.dtype.type(factor))
+        """Returns the array times a number. The result is also an array that is not read yet."""
+        return dataclasses.replace(
+            self, stored=lambda part: self.read(part=part) * self.dtype.type(factor)
+        )
 
-    def read(self, dtype: str | None = None) -> np.ndarray:
-        """Reads the array.
+    def read(self, dtype: str | None = None, part: Part = ()) -> np.ndarray:
+        """Reads the array, or a part of the array.
 
         Args:
           dtype: the dtype of the result. None means the attribute `dtype`.
+          part: the part to read. The default reads the whole array.
         """
         target = self.dtype if dtype is None else jnp.dtype(dtype)
-        return self.stored().astype(target, copy=False)
+        x = self.stored(part)
+        if x.dtype == target:
+            return x
+        converted = aligned_empty(x.shape, target)
+        converted[...] = x
+        return converted
 
     @property
     def size(self) -> int:
@@ -66,6 +78,18 @@ class Unread:
     def nbytes(self) -> int:
         """The size of the array in bytes."""
         return self.size * self.dtype.itemsize
+
+
+_ALIGNMENT = 64
+"""The number of bytes of which the address of an array must be a multiple for JAX to share it."""
+
+
+def aligned_empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    """Returns an array like `np.empty`, whose memory JAX can use on a CPU without copying it."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:

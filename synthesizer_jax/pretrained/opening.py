@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
+import functools
+import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from synthesizer_jax.base.typing import Dtype, PyTree
@@ -29,7 +33,9 @@ from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS, TORCH
 from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, is_run, load_model
-from synthesizer_jax.sharding import replicate_to_devices
+from synthesizer_jax.sharding import read_to_devices
+
+_T = TypeVar("_T")
 
 
 @contextlib.contextmanager
@@ -171,16 +177,45 @@ def _open_run(source: pathlib.Path) -> Pretrained:
 def read_params(
     pretrained: Pretrained, mesh: Mesh | None = None, dtype: Dtype | None = None
 ) -> PyTree:
-    """Reads the parameters of an open checkpoint one at a time.
+    """Reads the parameters of an open checkpoint. Only a few of them are on the host at a time.
 
     Args:
       pretrained: the open checkpoint.
-      mesh: the mesh over which the parameters are sharded. `None` uses one device.
+      mesh: the mesh over which the parameters are sharded. Each process then reads only what its
+        own devices hold. `None` uses one device.
       dtype: the dtype of the parameters. `None` means float32.
     """
+    unread, treedef = jax.tree.flatten(pretrained.params)
     if mesh is None:
-        return jax.tree.map(lambda x: jnp.asarray(x.read(dtype)), pretrained.params)
-    layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
-    return jax.tree.map(
-        lambda x, to: replicate_to_devices(x.read(dtype), to.sharding), pretrained.params, layout
-    )
+        # The arrays are created in this thread, because JAX's default device may be set for one
+        # thread only.
+        reads = [functools.partial(x.read, dtype) for x in unread]
+        return jax.tree.unflatten(treedef, [jax.device_put(x) for x in _run_ahead(reads)])
+
+    def read_shards(x: Unread, layout: jax.ShapeDtypeStruct) -> jax.Array:
+        """Reads what the devices of this process hold of a parameter."""
+        return read_to_devices(lambda part: x.read(dtype, part), layout.shape, layout.sharding)
+
+    layouts = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
+    pairs = zip(unread, jax.tree.leaves(layouts), strict=True)
+    reads = [functools.partial(read_shards, x, layout) for x, layout in pairs]
+    return jax.tree.unflatten(treedef, list(_run_ahead(reads)))
+
+
+_THREADS = min(8, os.cpu_count() or 1)
+"""The number of threads that read parameters. NumPy copies arrays without holding Python's lock."""
+
+
+def _run_ahead(functions: Iterable[Callable[[], _T]]) -> Iterator[_T]:
+    """Yields the results of functions in order. Threads compute the next few results meanwhile.
+
+    The number of results that wait is limited, so that they do not fill the memory.
+    """
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, "parameters") as pool:
+        waiting: collections.deque[concurrent.futures.Future[_T]] = collections.deque()
+        for function in functions:
+            waiting.append(pool.submit(function))
+            if len(waiting) > _THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

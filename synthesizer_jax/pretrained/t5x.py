@@ -252,11 +252,10 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
     """
     as_bits = store.dtype.name == "uint16"
 
-    def read(layer: int | None) -> np.ndarray:
-        """Reads the whole array, or only the layer with the given index on axis 1."""
+    def read(index: tuple[slice | int, ...]) -> np.ndarray:
+        """Reads the part of the array that an index selects."""
         with reading(source):
-            part = store if layer is None else store[:, layer]
-            array: np.ndarray = part.read().result()
+            array: np.ndarray = store[index].read().result()
         return array.view(ml_dtypes.bfloat16) if as_bits else array
 
     return Tensor(tuple(store.shape), "bfloat16" if as_bits else store.dtype.name, read)
@@ -317,7 +316,13 @@ def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
 
 def _layer(x: Tensor, i: int) -> Tensor:
     """Returns one layer of a tensor whose layers are stacked on axis 1."""
-    return Tensor((x.shape[0], *x.shape[2:]), x.dtype, lambda _: x.read(i))
+
+    def read(index: tuple[slice | int, ...]) -> np.ndarray:
+        """Reads a part of the layer."""
+        first, *others = index or (slice(None),)
+        return x.read((first, i, *others))
+
+    return Tensor((x.shape[0], *x.shape[2:]), x.dtype, read)
 
 
 def _without_heads(name: str, x: Tensor) -> Tensor:
@@ -328,7 +333,7 @@ def _without_heads(name: str, x: Tensor) -> Tensor:
     if layout is None or len(x.shape) != 3:
         return x
     shape = layout.shape(x.shape)
-    return Tensor(shape, x.dtype, lambda _: x.read(None).reshape(shape))
+    return Tensor(shape, x.dtype, lambda index: x.read(()).reshape(shape)[index])
 
 
 def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

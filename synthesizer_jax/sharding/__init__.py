@@ -1,6 +1,12 @@
 """Functions for device meshes, and the rules that map logical axes of arrays to mesh axes."""
 
-from synthesizer_jax.sharding.mesh import MeshShape, gather_to_host, make_mesh, replicate_to_devices
+from synthesizer_jax.sharding.mesh import (
+    MeshShape,
+    gather_to_host,
+    make_mesh,
+    read_to_devices,
+    replicate_to_devices,
+)
 from synthesizer_jax.sharding.rules import (
     BATCH_AXES,
     MESH_AXES,
@@ -26,6 +32,7 @@ __all__ = [
     "gather_to_host",
     "make_mesh",
     "partition_spec",
+    "read_to_devices",
     "register_mesh_axis",
     "replicate_to_devices",
     "replicated",

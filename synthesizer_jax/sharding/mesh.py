@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 import jax
@@ -168,6 +169,31 @@ def replicate_to_devices(x: jax.typing.ArrayLike, sharding: jax.sharding.Shardin
         return jax.device_put(x, sharding)
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def read_to_devices(
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """Returns a global array of which each process reads only what its own devices hold.
+
+    Args:
+      read: a function that reads the part of the array that an index selects. The function is
+        called once for each different part.
+      shape: the shape of the global array.
+      sharding: the sharding of the result.
+    """
+    parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # because the device belongs to this process
+        # Devices that hold the same part have equal indices. Slices cannot be keys of a dictionary.
+        key = tuple(axis.indices(n) for axis, n in zip(index, shape, strict=True))
+        if key not in parts:
+            parts[key] = read(index)
+        shards.append(jax.device_put(parts[key], device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def gather_to_host(x: jax.Array) -> np.ndarray:

@@ -49,7 +49,7 @@ def test_large_parameters_are_laid_over_256_devices_unread(xxl, tmp_path, monkey
         pytest.fail("a tensor was read")
 
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.folder._are_equal", no_tensors)
-    monkeypatch.setattr("synthesizer_jax.pretrained.tensors._read", no_tensors)
+    monkeypatch.setattr("synthesizer_jax.pretrained.tensors.read_parameter", no_tensors)
     topology = parse_topology("v5p:4x8x8", 1)
     alone = tmp_path / "config.json"
     alone.write_bytes((xxl / "config.json").read_bytes())

@@ -155,4 +155,4 @@ def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
     y = tensors[other]
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         return False
-    return np.array_equal(x.read(None), y.read(None))
+    return np.array_equal(x.read(()), y.read(()))

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.registry import format_value
-from synthesizer_jax.checkpoints.streamed import Unread
+from synthesizer_jax.checkpoints.streamed import Part, Unread
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.models.adapters import LORA_A, LORA_B, Adapted
 from synthesizer_jax.models.token_model import TokenModel
@@ -34,6 +34,7 @@ from synthesizer_jax.pretrained.tensors import (
     Correspondence,
     Tensor,
     correspondences,
+    read_parameter,
     reading,
 )
 from synthesizer_jax.primitives.parameters import Variables
@@ -227,7 +228,7 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
                 problems.append(problem)
                 continue
             updated[c.path] = Unread(
-                c.shape, functools.partial(_read_whole, c, next(iter(whole.values())))
+                c.shape, functools.partial(read_parameter, next(iter(whole.values())), c)
             )
 
         a, b = (tensors.get(name) for name in updates)
@@ -372,24 +373,19 @@ def _misfit(c: Correspondence, whole: Mapping[str, Tensor], modules: list[str]) 
         if tensor.dtype not in FLOATS:
             return f"{name} is {tensor.dtype}, which is not a floating-point dtype"
     missing = [module for module in modules if not any(name in whole for name in _whole(module))]
-    first, *others = (tensor.read(None) for tensor in whole.values())
+    first, *others = (tensor.read(()) for tensor in whole.values())
     if missing or not all(np.array_equal(first, other) for other in others):
         names = " and ".join(module + _WEIGHT for module in modules)
         return f"{names} are one parameter of the model, so all of them must be saved and be equal"
     return None
 
 
-def _read_whole(c: Correspondence, tensor: Tensor) -> np.ndarray:
-    """Reads the replacement of a parameter from a tensor in a folder of PEFT."""
-    return c.layout.to_ours(tensor.read(None), c.shape)
-
-
 def _read_updated(
-    base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float
+    base: Unread, c: Correspondence, a: Tensor, b: Tensor, scale: float, part: Part
 ) -> np.ndarray:
-    """Reads a parameter, and adds its low-rank update."""
-    update = np.matmul(b.read(None).astype(np.float32), a.read(None).astype(np.float32))
-    return base.read("float32") + c.layout.to_ours(scale * update, c.shape)
+    """Reads a part of a parameter, and adds the low-rank update of the parameter."""
+    update = np.matmul(b.read(()).astype(np.float32), a.read(()).astype(np.float32))
+    return base.read("float32", part) + c.layout.to_ours(scale * update, c.shape)[part]
 
 
 def write_adapters(

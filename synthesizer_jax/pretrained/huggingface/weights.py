@@ -122,12 +122,12 @@ _VARIANT = re.compile(r"(?:model|pytorch_model)\.(\w+)(?:-\d+-of-\d+)?\.(?:safet
 def open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
     """Opens a safetensors file, and reads only the header of the file."""
 
-    def read(_: int | None, *, name: str) -> np.ndarray:
-        """Reads the tensor `name` of the file."""
-        # Map the file into memory again for every tensor. If the mapping stayed open, all pages
-        # that were read would stay in memory.
+    def read(index: tuple[slice | int, ...], *, name: str) -> np.ndarray:
+        """Reads a part of the tensor `name` of the file."""
+        # Map the file again for every tensor. If one mapping stayed open, all pages that were read
+        # would stay in memory.
         with safetensors.safe_open(path, framework="numpy") as file:
-            array: np.ndarray = file.get_tensor(name)
+            array: np.ndarray = file.get_slice(name)[index] if index else file.get_tensor(name)
         return array
 
     tensors = {}
@@ -167,7 +167,7 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
     def tensor(x: Any) -> Tensor:
         """Returns a torch tensor as a `Tensor` that is read as float32."""
         dtype = str(x.dtype).removeprefix("torch.")
-        return Tensor(tuple(x.shape), dtype, lambda _: x.float().numpy())
+        return Tensor(tuple(x.shape), dtype, lambda index: x[index].float().numpy())
 
     return {str(name): tensor(x) for name, x in loaded.items()}
 
