@@ -1,1 +1,1 @@
-"""Measures speed and reliability, and reproduces the results of the papers in a ledger."""
+"""Contains scripts that measure speed and reliability, and a package that repeats experiments."""

@@ -2,20 +2,21 @@
 
     python benchmarks/attention.py --batch 8 --length 512 --json attention.json
 
-The sub-layers run in turns in one process. The table has medians over the rounds. The table also
-shows the machine's rate of matrix products. A sub-layer includes its projections. The reference is
-the fastest of einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant
-is the reference's time divided by the variant's time. The table counts the FLOPs of the matrix
-products in the forward pass, relative to the reference. `--bias` adds T5's relative bias to all
-sub-layers that support it.
+All sub-layers run in one process and take turns. The table shows the median of each measurement
+over all rounds, and the FLOP rate that this machine reaches in a matrix product. A sub-layer
+includes its projections. The reference is the fastest of three implementations of dot-product
+attention: einsum, `jax.nn.dot_product_attention` and Flax's attention layer. The speed of a variant
+is the reference's time divided by the variant's time. The table also shows the FLOPs of each
+variant's matrix products in the forward pass, divided by the FLOPs of the reference. `--bias` adds
+T5's relative bias to all sub-layers that support it.
 
     python benchmarks/attention.py --functions --length 2048
 
 With `--functions`, the script compares the function `dot_product_attention` with
 `jax.nn.dot_product_attention` instead. Both functions run without a bias, with a learned bias ``[1,
-heads, length, length]``, and with T5's bias. `jax.nn` receives T5's bias as an array, which is
-looked up in the bias table. The backward pass computes all gradients, including the gradient of the
-bias or of the bias table.
+heads, length, length]``, and with T5's bias. For `jax.nn`, T5's bias is first looked up in the bias
+table and then passed as an array. The backward pass computes all gradients, including the gradient
+of the bias or of the bias table.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Case:
         With `--functions`, x and y are the query and the output ``[batch, length, heads,
         head_dim]``.
       params: the parameters.
-      reference: whether other cases may be compared with this case.
+      reference: whether this case may become the reference, with which all cases are compared.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Case:
 
 
 def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Computes dot-product attention as in a textbook."""
+    """Computes dot-product attention with einsums, in the form that textbooks show."""
     q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n]) for n in "qkv")
     logits = jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5
     if "bias" in params:
@@ -85,7 +86,10 @@ def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array
 
 
 def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns the sub-layer of a function such as `jax_attention`, which computes in x's dtype."""
+    """Adds projections to an attention function, and returns the resulting sub-layer.
+
+    The sub-layer computes in the dtype of its input.
+    """
 
     def apply(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Projects x, applies the function, and projects the result of the function."""
@@ -97,7 +101,7 @@ def with_projections(function: Callable[..., jax.Array]) -> Callable[..., jax.Ar
 
 
 def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Computes Random attention like public implementations, which broadcast over the batch."""
+    """Computes Random attention as public implementations do, by broadcasting over the batch."""
     v = jnp.einsum("bnd,dhe->bnhe", x, params["v"])
     allowed = (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None]
     weights = jax.nn.softmax(jnp.where(allowed, params["table"], -1e9))
@@ -105,7 +109,7 @@ def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array
 
 
 class WithBias(nn.Module):
-    """An attention layer with a relative bias, as in a stack."""
+    """An attention layer together with the relative bias that a stack would pass to it."""
 
     attention: Attention
 
@@ -121,7 +125,7 @@ class WithBias(nn.Module):
 
 
 def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
-    """Returns cases that may become the reference, and a public form of Random attention."""
+    """Returns the cases that may become the reference, and the case ``Random, broadcast``."""
     width, heads, head_dim, length = args.d_model, args.heads, args.head_dim, args.length
     keys = jax.random.split(key, 6)
     params = {
@@ -169,7 +173,7 @@ VARIANTS: dict[str, Callable[[int], Any]] = {
 
 
 def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.Module:
-    """Returns the sub-layer of a variant."""
+    """Returns the attention sub-layer of a variant."""
     layer_or_alignment = VARIANTS[name](args.length)
     if isinstance(layer_or_alignment, LightweightConvolution):
         return layer_or_alignment
@@ -212,7 +216,8 @@ def bias_array(params: Any, query: jax.Array) -> jax.Array | None:
     table = params["table"].astype(query.dtype)
     if jax.default_backend() != "gpu":
         return table[:, buckets][None]
-    # Multiply one-hot vectors, as T5X does. The gradient of a lookup would take 0.4 s on an H200.
+    # Multiply the table by one-hot vectors, as T5X does. If the table were indexed instead, the
+    # gradient would take 0.4 s on an H200.
     one_hot = jax.nn.one_hot(buckets, 32, dtype=table.dtype)
     return jnp.einsum("hn,qkn->hqk", table, one_hot)[None]
 
@@ -243,9 +248,9 @@ def our_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Arra
 
 
 def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:
-    """Returns both functions for every kind of bias.
+    """Returns a case of `jax.nn`'s function and a case of our function for every kind of bias.
 
-    For each kind, the function of `jax.nn` comes first and is the reference.
+    For each kind of bias, the case of `jax.nn` comes first and is the reference.
     """
     keys = jax.random.split(key, 4)
     tokens = {
@@ -266,7 +271,10 @@ def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -
 
 
 def compile_case(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
-    """Compiles a case. With `backward`, the gradients of parameters and input are computed."""
+    """Compiles a case. If `backward` is true, the gradients are computed, too.
+
+    The gradients are with respect to the parameters and the input.
+    """
 
     def loss(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Returns the mean square of the outputs."""
@@ -277,7 +285,7 @@ def compile_case(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool
 
 
 def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) -> list[dict]:
-    """Measures all cases in turns, and returns a row of medians over the rounds for each case."""
+    """Measures all cases in several rounds, and returns a row with the medians for each case."""
     programs = {
         (case.name, backward): compile_case(case, x, lengths, backward=backward)
         for case in cases

@@ -3,27 +3,29 @@
     python benchmarks/combinations.py --seed 1 --count 100 --directory runs/combinations
     python benchmarks/combinations.py --seed 1 --only 17 --directory runs/combinations
 
-Every combination of a model and of settings depends only on the seed and its number. The model is
-trained for three steps and killed by SIGKILL. Then the model is trained to the end, evaluated, used
-and exported. A training run may also refuse its settings. If a run refuses its settings, it must
-print its error in one line and write nothing. The script compares the following things:
+A combination consists of a model and of settings. It depends only on the seed and on its number.
+The training run of every combination is killed by SIGKILL after three steps. Then the run is
+continued to its end, and its model is evaluated, used to generate texts, and exported. A training
+run may also refuse its settings. In this case, it must print a one-line error and write no files.
+The script compares the following things:
 
 - A second run that is not killed must read the same batches and have the same losses. If the second
-  run has the same settings, all numbers must be equal to the last bit. If the second run has other
-  settings that change nothing mathematically, all numbers must be equal within a tolerance.
-- The loss of the first batch must equal the loss of the same examples in other rows. Packed
-  examples are each put into a separate row. Rows that are not packed get another order and more
-  padding.
-- Averaged parameters (`training.ema`) must follow a formula in NumPy.
+  run has the same settings, all numbers must be exactly equal. If some settings of the second run
+  differ, but do not change the result mathematically, all numbers must be equal within a tolerance.
+- The loss of the first batch must not change when the batch's examples are arranged in different
+  rows. If the batch is packed, each example is put into a row of its own. If the batch is not
+  packed, its rows are reversed and padded further.
+- Averaged parameters (`training.ema`) must equal the averages that NumPy computes by the formula.
 - `eval` must report the same results as the last evaluation of the run.
-- `generate` must give the same texts for another batch size. An exported program must also give
-  these texts.
-- An exported folder in the format of transformers or T5X must be converted back to the same
-  parameters.
+- `generate` must return the same texts if the batch size is different. An exported program must
+  return the same texts as `generate`.
+- If a folder that was exported in the format of transformers or T5X is converted back, the
+  parameters must be unchanged.
 
-A combination that ends in any other way is *wrong*. The script prints a wrong combination with the
-command that repeats it. When a combination ends, its result is written to ``results-SEED.jsonl`` in
-the directory, and the same command continues with the next combination after an interruption.
+A combination that ends in any other way counts as *wrong*. For each wrong combination, the script
+prints the command that repeats it. The result of each combination is written to
+``results-SEED.jsonl`` in the directory. After an interruption, the same command continues with the
+next combination.
 
 `combinations_drawing.py` draws the combinations, `combinations_attempt.py` runs and kills them, and
 `combinations_checks.py` compares numbers.
@@ -77,12 +79,12 @@ def main() -> None:
         return
 
     jax.config.update("jax_compilation_cache_dir", str(args.directory / "compiled"))
-    utilization.SIDE["cpu"] = 64  # makes the matrix product that every run measures smaller
+    utilization.SIDE["cpu"] = 64  # every run times a smaller matrix product
     programs.PLATFORMS = ("cpu",)  # type: ignore[assignment]  # platforms of exported programs
     make_inputs(args.directory)
     import_modules(args.directory)
     gc.freeze()
-    gc.set_threshold(50_000)  # tracing makes many objects that remain alive
+    gc.set_threshold(50_000)  # tracing creates many long-lived objects
 
     file = args.directory / f"results-{args.seed}.jsonl"
     finished = read_results(file)
@@ -120,7 +122,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_groups(numbers: Sequence[int], args: argparse.Namespace) -> list[list[int]]:
-    """Divides combinations into groups with the same number of devices, in ascending order."""
+    """Divides combinations into groups of at most `--together` combinations.
+
+    All combinations of a group use the same number of devices.
+    """
     groups: list[list[int]] = []
     open_groups: dict[int, list[int]] = {}
     for number in numbers:
@@ -134,7 +139,7 @@ def make_groups(numbers: Sequence[int], args: argparse.Namespace) -> list[list[i
 
 
 def run_groups(groups: Sequence[list[int]], file: pathlib.Path, args: argparse.Namespace) -> None:
-    """Runs groups of combinations in `--jobs` processes, and adds their results to a file."""
+    """Runs groups of combinations in `--jobs` processes, and appends the results to a file."""
     workers = []
     for job in range(args.jobs):
         pid = os.fork()
@@ -151,7 +156,7 @@ def run_groups(groups: Sequence[list[int]], file: pathlib.Path, args: argparse.N
 
 
 def print_result(result: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """Prints how a combination has ended, and the command that repeats it if it is wrong."""
+    """Prints how a combination ended. If it is wrong, also prints the command that repeats it."""
     number, end = result["number"], result["end"]
     print(number, end, f"{result['seconds']} s", result["twin"], flush=True)
     if end == "wrong":
@@ -165,13 +170,13 @@ def again(args: argparse.Namespace, number: int) -> str:
 
 
 def read_results(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """Returns the last result of every combination, by the number of the combination."""
+    """Returns a dictionary from the number of each combination to its last result."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {result["number"]: result for result in map(json.loads, lines)}
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns tables that show how combinations ended and how much the second runs differ."""
+    """Returns tables that show how combinations ended and how much first and second runs differ."""
     rows = []
     for kind in dict.fromkeys(kind_of(result) for result in results):
         counts = collections.Counter(r["end"] for r in results if kind_of(r) == kind)

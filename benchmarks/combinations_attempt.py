@@ -1,7 +1,7 @@
-"""Trains, kills, continues and uses the run of a combination, and checks how each part ends.
+"""Trains the run of a combination, kills it, continues it, uses it, and checks the results.
 
-Several combinations with the same number of devices share the processes of `attempt_group`, because
-starting the processes would take most of the time.
+Combinations with the same number of devices share the processes that `attempt_group` starts. If
+every combination had its own processes, starting them would take most of the time.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ class Attempt:
 
     Attributes:
       combination: the combination.
-      root: the directory of all combinations, which has the data and the base models.
+      root: the directory of all combinations, which also contains the data and the base models.
       place: the directory of this attempt.
-      notes: facts for the results, such as the sentence of a refusal.
+      notes: facts to add to the results, such as the error message of a run that refused its
+        settings.
       end: ``complete``, ``refused`` or ``wrong``.
-      reason: a description of what is wrong.
+      reason: a description of what went wrong.
     """
 
     def __init__(self, combination: Combination, root: pathlib.Path, place: pathlib.Path):
@@ -83,11 +84,11 @@ class Attempt:
 
     @property
     def has_twin_on_one_device(self) -> bool:
-        """Whether the second run has one device and therefore needs a different process."""
+        """Whether the second run uses only one device and therefore needs a process of its own."""
         return self.combination.twin == "one device"
 
     def arguments(self, workdir: str, extra: Sequence[str] = ()) -> list[str]:
-        """Returns the command that trains, with extra settings."""
+        """Returns the arguments of the `train` command, with extra settings."""
         bases = str(self.root / "bases")
         arguments = ["train", f"{RECIPE}:default:{self.combination.recipe}"]
         arguments += ["--workdir", str(self.place / workdir)]
@@ -116,7 +117,7 @@ class Attempt:
 
         Args:
           name: the name that was passed to `call`.
-          ended: the exit code of the process in which the function was called.
+          ended: the exit code of the process that executed `call`.
         """
         log, code = self.place / f"{name}.log", self.place / f"{name}.code"
         if not code.exists():
@@ -132,7 +133,7 @@ class Attempt:
         """Checks the run that was killed.
 
         Args:
-          ended: the exit code of the process of the run.
+          ended: the exit code of the process that trained the run.
 
         Returns:
           Whether the run can be continued. A run that has refused its settings cannot be continued.
@@ -156,7 +157,7 @@ class Attempt:
         return False
 
     def wait_until_saved(self) -> None:
-        """Waits for the checkpoint of the last step, if the combination has the flag `saved`."""
+        """Waits for the newest checkpoint, if the combination's field `saved` is true."""
         every = int(self.combination.get("training.save_every"))
         newest = (KILL_AT - 1) // every * every
         path = self.place / "killed" / "checkpoints" / str(newest)
@@ -167,9 +168,9 @@ class Attempt:
     def train_twin(self) -> int:
         """Trains the second run without interruption, and returns its exit code.
 
-        The method checks the loss of the first batch in other rows, and the averages of the
-        parameters. To save time, the second run is evaluated only if evaluations decide when it
-        stops.
+        The method checks that the loss of the first batch does not change when the batch's examples
+        are arranged in different rows. The averages of the parameters are checked, too. To save
+        time, the second run is evaluated only if evaluations decide when training stops.
         """
         states: list[Any] = []
         step = Trainer.step
@@ -198,7 +199,7 @@ class Attempt:
             return command(self.arguments("twin", self.combination.twin_settings))
 
     def compare_with_twin(self) -> None:
-        """Compares the logs of both runs."""
+        """Compares the log of the killed run with the log of the second run."""
         self.notes["difference"] = compare_records(
             self.records("killed"),
             self.records("twin"),
@@ -207,7 +208,7 @@ class Attempt:
         )
 
     def records(self, workdir: str) -> list[dict[str, Any]]:
-        """Returns the records of steps in the log of a run."""
+        """Returns the records of training steps in a run's log."""
         records = read_metrics(self.place / workdir / METRICS_FILE)
         return [record for record in records if record["kind"] == "train"]
 
@@ -218,7 +219,7 @@ class Attempt:
         return json.loads(newest.read_text())
 
     def continue_and_use(self) -> int:
-        """Continues the run, evaluates it, generates texts with it and exports it.
+        """Continues the run, evaluates it, generates texts with its model and exports the model.
 
         The exit code and the last line of every command are written to ``codes.jsonl``, which
         `check_codes` reads.
@@ -246,7 +247,7 @@ class Attempt:
         return 0
 
     def commands(self) -> dict[str, list[str]]:
-        """Returns the commands that continue and use the run, by the names of the commands."""
+        """Returns the arguments of the commands that continue and use the run, by command name."""
         run = str(self.place / "killed")
         commands = {
             "train": self.arguments("killed"),
@@ -262,7 +263,10 @@ class Attempt:
         return commands
 
     def check_codes(self) -> None:
-        """Raises a `WrongError` unless every command succeeded or refused what it cannot do."""
+        """Raises a `WrongError` if a command crashed, or if texts depend on the batch size.
+
+        A command may also refuse to do something that the model does not support.
+        """
         for line in (self.place / "codes.jsonl").read_text().splitlines():
             name, code, last, has_traceback = json.loads(line)
             refused = code == 2 and is_sentence(last) and name not in ("train", "eval")
@@ -279,7 +283,7 @@ class Attempt:
             )
 
     def check_export(self, exported: pathlib.Path) -> None:
-        """Compares the exported files with the run."""
+        """Checks that the exported files agree with the run."""
         kind = self.combination.export[1]
         if kind == "stablehlo":
             self.check_program(exported)
@@ -287,7 +291,7 @@ class Attempt:
             self.check_folder(exported, kind)
 
     def check_folder(self, exported: pathlib.Path, kind: str) -> None:
-        """Converts an exported folder back, and compares its parameters with those of the run."""
+        """Converts an exported folder back, and checks that the parameters are unchanged."""
         import synthesizer_jax as sj
         from synthesizer_jax.models import unroll_variables
 
@@ -305,15 +309,15 @@ class Attempt:
         )
 
     def check_program(self, exported: pathlib.Path) -> None:
-        """Compares the greedily decoded texts of an exported program with those of the run."""
+        """Checks that an exported program generates the same texts as the `generate` command."""
         if self.combination.generate != []:
             return
         from synthesizer_jax.serving.load import Model
 
         found = [" ".join(text.splitlines()) for text in Model(exported).generate(self.texts)]
         written = (self.place / f"texts-{self.combination.batch_sizes[0]}").read_text().splitlines()
-        # An exported program may generate a longer text than the command, which stops when a row of
-        # the training length is full.
+        # For a language model without inputs, the command `generate` stops when a text has as many
+        # tokens as a training row. An exported program may generate a longer text.
         continues = self.combination.kind == "text_lm"
         for ours, theirs in zip(found, written, strict=True):
             if not (ours.startswith(theirs) if continues else ours == theirs):
@@ -321,19 +325,19 @@ class Attempt:
 
 
 def kill_all(attempts: Sequence[Attempt]) -> int:
-    """Trains in this process until it is killed in the middle of all runs.
+    """Trains all runs in this process, and kills the process before any of the runs has ended.
 
-    The runs are nested. When a run reaches the step before which it is killed, the next run starts.
-    All runs share one process, because starting a process for every run would take most of the
-    time.
+    The runs are nested. When a run reaches step `KILL_AT`, it does not make this step. Instead, the
+    next run starts, and after the last run the process is killed. All runs share one process,
+    because starting a process for every run would take most of the time.
     """
     step = Trainer.step
 
     def start(index: int) -> None:
-        """Starts the runs from an index on, and then kills this process."""
+        """Starts all runs from the given index on, and then kills this process."""
         for number in range(index, len(attempts)):
             one = attempts[number]
-            made: list[None] = []  # has an element for every started step
+            made: list[None] = []  # one element for each step that was started
 
             def killing_step(
                 trainer: Trainer,
@@ -343,7 +347,7 @@ def kill_all(attempts: Sequence[Attempt]) -> int:
                 one: Attempt = one,
                 made: list[None] = made,
             ) -> Any:
-                """Makes a step, or starts the next run instead if this run ends before the step."""
+                """Makes a training step. At step `KILL_AT`, starts the next run instead."""
                 made.append(None)
                 if len(made) == KILL_AT:
                     one.wait_until_saved()
@@ -351,8 +355,7 @@ def kill_all(attempts: Sequence[Attempt]) -> int:
                 return step(trainer, state, batch)
 
             Trainer.step = killing_step  # type: ignore[method-assign]
-            # This call returns only if the training run has refused its settings or has stopped
-            # early.
+            # This call returns only if the training run refuses its settings or stops early.
             one.call("killed", functools.partial(command, one.arguments("killed")))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -378,7 +381,7 @@ def train_twins(attempts: Sequence[Attempt]) -> int:
 
 
 def passing(attempts: Sequence[Attempt], check: Callable[[Attempt], bool]) -> list[Attempt]:
-    """Returns the attempts that pass a check, and marks attempts whose check raises an error.
+    """Returns the attempts that pass a check, and marks attempts as wrong if the check fails.
 
     Args:
       attempts: the attempts to check.
@@ -396,10 +399,10 @@ def passing(attempts: Sequence[Attempt], check: Callable[[Attempt], bool]) -> li
 
 
 def attempt_group(numbers: Sequence[int], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Makes the attempts of several combinations that have the same number of devices.
+    """Attempts several combinations that use the same number of devices.
 
     Returns:
-      A result for each combination, in the form that is written to the file of results.
+      The result of each combination, as it is written to the file of results.
     """
     attempts = []
     for number in numbers:
@@ -430,7 +433,7 @@ def attempt_group(numbers: Sequence[int], args: argparse.Namespace) -> list[dict
 
 
 def continue_group(attempts: Sequence[Attempt], log: pathlib.Path, devices: int) -> list[Attempt]:
-    """Continues and uses the runs of attempts, trains their second runs, and checks the runs.
+    """Continues and uses the killed runs of attempts, trains the second runs, and checks both.
 
     Returns:
       The attempts that are not wrong.

@@ -1,4 +1,4 @@
-"""Checks the runs of `combinations.py` by comparing numbers and reading logs and refusals."""
+"""Checks the runs of `combinations.py` by comparing numbers and by reading logs and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class WrongError(Exception):
 
 
 def to_host(tree: Any) -> Any:
-    """Returns copies of arrays as NumPy arrays. Later steps do not reuse the memory of a copy."""
+    """Copies the arrays of a tree to NumPy arrays.
+
+    Later training steps may reuse the memory of the original arrays, but not that of the copies.
+    """
     return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
 
 
@@ -41,7 +44,7 @@ def compare_trees(found: Any, expected: Any, tolerance: float, what: str) -> Non
 
 
 def compare_average(states: Sequence[Any], found: Any, decay: float | None) -> None:
-    """Compares the average of the parameters with the formula of `step.apply_gradients`.
+    """Checks that the average of the parameters follows the formula of `step.apply_gradients`.
 
     Args:
       states: the parameters before training and after each step.
@@ -57,7 +60,7 @@ def compare_average(states: Sequence[Any], found: Any, decay: float | None) -> N
 
 
 def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
-    """Compares the loss of a batch with the loss of the same examples in other rows."""
+    """Checks that the loss of a batch does not change if its examples are in different rows."""
     experiment = trainer.experiment
     model = experiment.model
     device = jax.local_devices()[0]
@@ -74,7 +77,7 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
         change = "there is more padding and the rows have another order"
 
     def losses(batch: Any, max_segments: int | None) -> list[float]:
-        """Returns the sums of the loss, the z-loss and the weights of a batch."""
+        """Returns the sums of the losses, the z-losses and the loss weights in a batch."""
         with jax.default_device(device):
             sums = jax.jit(
                 lambda variables, batch: loss_sums(
@@ -89,7 +92,8 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
         return [float(x) for x in (sums.loss, sums.z_loss, sums.weight)]
 
     found, expected = losses(batch, segments), losses(other, None)
-    # The sums do not include a ponder cost, because it is a mean over rows and would differ.
+    # The ponder cost is not compared. It is a mean over rows, so it depends on how the examples are
+    # arranged in rows.
     tolerance = 0.03 if "bfloat16" in str(model.dtype) else 2e-4
     if not np.allclose(found, expected, rtol=tolerance, atol=1e-3):
         raise WrongError(
@@ -98,7 +102,7 @@ def compare_rows(trainer: Trainer, state: TrainState, batch: Any) -> None:
 
 
 def unpacked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the examples of packed rows, with one example in each row."""
+    """Unpacks a batch, so that every example has a row of its own."""
     rows = collections.defaultdict[str, list[np.ndarray]](list)
     sides = {
         "encoder_input_tokens": "encoder",
@@ -116,7 +120,7 @@ def unpacked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def repadded(batch: dict[str, np.ndarray], padding: int) -> dict[str, np.ndarray]:
-    """Returns rows in reverse order, with more padding at the end of each row."""
+    """Returns a batch with its rows in reverse order and more padding at the end of each row."""
     other = {}
     has_classes = batch["decoder_target_tokens"].shape[1] == 1
     for name, values in batch.items():
@@ -136,7 +140,7 @@ def compare_records(
     *,
     is_bfloat16: bool,
 ) -> float:
-    """Compares the records of steps in the logs of two runs.
+    """Compares the records of training steps in the logs of two runs.
 
     Args:
       ours: the records of the run that was killed.
@@ -145,7 +149,7 @@ def compare_records(
       is_bfloat16: whether the model computes in bfloat16.
 
     Returns:
-      The largest relative difference of a loss.
+      The largest relative difference between the runs' losses of a step.
 
     Raises:
       WrongError: if the steps or the batches of the runs differ, or if a number differs too much.
@@ -177,7 +181,7 @@ def compare_records(
 
 
 def compare_results(found: Any, expected: Any, what: str, path: str = "") -> None:
-    """Raises a `WrongError` if the results of two evaluations differ by more than rounding."""
+    """Raises a `WrongError` if two evaluations' results differ by more than rounding errors."""
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
         for name, value in expected.items():
             compare_results(found[name], value, what, f"{path}.{name}")
@@ -192,23 +196,23 @@ def compare_results(found: Any, expected: Any, what: str, path: str = "") -> Non
 
 
 def last_line(log: pathlib.Path) -> str:
-    """Returns the last line of a log that is not empty."""
+    """Returns the last nonempty line of a log."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:1500] if lines else ""
 
 
 def is_sentence(line: str) -> bool:
-    """Returns whether an error is a single line that the program itself has written."""
+    """Returns whether a line is an error message that the program printed on purpose."""
     return line.startswith("error: ") and program.TRACEBACK not in line
 
 
 def check_refusal(code: int, log: pathlib.Path) -> None:
-    """Raises a `WrongError` unless a command has refused its settings in one line."""
+    """Raises a `WrongError` unless a command refused its settings with a one-line error message."""
     text, last = log.read_text(errors="replace"), last_line(log)
     if code != 2 or "Traceback" in text or not is_sentence(last):
         raise WrongError(f"training ended with {code}: {last}")
 
 
 def files_of(directory: pathlib.Path) -> set[pathlib.Path]:
-    """Returns all files in a directory, at any depth, except locks."""
+    """Returns all files in a directory, at any depth, except lock files."""
     return {p for p in directory.rglob("*") if p.is_file() and p.suffix != ".lock"}

@@ -46,12 +46,12 @@ class Combination:
 
     Attributes:
       recipe: the arguments of the recipe, ``KIND:ENCODER:DECODER:OPTIONS``.
-      settings: all other settings as ``path=value``. ``{}`` stands for the directory of the base
-        models.
+      settings: all other settings as ``path=value``. In these settings, ``{}`` stands for the
+        directory of the base models.
       devices: the number of simulated devices.
-      saved: whether the run is killed only after its checkpoint is complete.
-      twin: the name of the second run, which says how it differs.
-      twin_settings: the settings of the second run that differ.
+      saved: whether the run is killed only after its newest checkpoint is complete.
+      twin: the name of the second run, which says how it differs from the first run.
+      twin_settings: the settings that differ between the second run and the first run.
       generate: the options of `generate`. None means that `generate` is not called.
       batch_sizes: the batch sizes with which texts are generated. All batch sizes must give the
         same texts.
@@ -75,7 +75,7 @@ class Combination:
 
     @property
     def compares_rows(self) -> bool:
-        """Whether the loss is also computed with the same examples in other rows.
+        """Whether the loss is computed again after the examples are arranged in different rows.
 
         The loss is computed again for all runs with packed rows, and for about half of the other
         runs.
@@ -83,7 +83,7 @@ class Combination:
         return self.get("data.pack") == "true" or self.get("data.seed") == "1"
 
     def get(self, path: str, default: str = "") -> str:
-        """Returns the last value of a setting."""
+        """Returns the value of a setting. If it is set several times, the last value counts."""
         for setting in reversed(self.settings):
             name, _, value = setting.partition("=")
             if name == path:
@@ -92,7 +92,7 @@ class Combination:
 
 
 class Draw:
-    """The random choices of one combination."""
+    """Makes the random choices for one combination."""
 
     def __init__(self, seed: int, number: int):
         self._random = np.random.default_rng((seed, number))
@@ -106,12 +106,15 @@ class Draw:
         return options[int(self._random.integers(len(options)))]
 
     def weighted(self, options: Mapping[Any, float]) -> Any:
-        """Returns a key with a probability proportional to its value."""
+        """Returns a random key. The probability of a key is proportional to its value."""
         names, weights = list(options), np.asarray(list(options.values()), float)
         return names[int(self._random.choice(len(names), p=weights / weights.sum()))]
 
     def subset(self, options: Mapping[str, float]) -> list[str]:
-        """Returns a random subset of the keys. The value of a key is its probability."""
+        """Returns a random subset of the keys.
+
+        The value of a key is its probability of inclusion.
+        """
         return [name for name, probability in options.items() if self.chance(probability)]
 
 
@@ -224,7 +227,7 @@ def draw_mixture(draw: Draw) -> tuple[str, list[str]]:
 
 
 def draw_structure(draw: Draw, recipe: str, *, has_base: bool) -> list[str]:
-    """Returns settings of the model's layers, and its dtype."""
+    """Returns settings for the model's layers and for its dtype."""
     settings = []
     shared = "universal" in recipe or "halting" in recipe
     for stack in stacks_of(recipe.split(":")[0]):
@@ -244,7 +247,7 @@ def draw_structure(draw: Draw, recipe: str, *, has_base: bool) -> list[str]:
 
 
 def stacks_of(kind: str) -> tuple[str, ...]:
-    """Returns the names of the stacks of a kind of model."""
+    """Returns the names of the stacks, such as ``encoder``, that a kind of model has."""
     if kind == "encoder_decoder":
         return ("encoder", "decoder")
     if kind in ("classifier", "masked_lm"):
@@ -298,7 +301,7 @@ def draw_training(draw: Draw, kind: str, start: str) -> list[str]:
 
 
 def draw_initialization(draw: Draw) -> list[str]:
-    """Returns settings that say how a run starts from the checkpoint of another run."""
+    """Returns settings for a run that starts from the checkpoint of another run."""
     if draw.chance(0.4):
         rule = draw.choice(
             [
@@ -344,7 +347,7 @@ def draw_optimizer(draw: Draw, start: str) -> dict[str, Any]:
 
 
 def draw_rules(draw: Draw, kind: str) -> list[dict[str, Any]]:
-    """Returns rules as JSON, which set learning rates by the paths of parameters."""
+    """Returns rules as JSON. The rules choose learning rates by the paths of parameters."""
     stack = stacks_of(kind)[0]
     rules = draw.choice(
         [
@@ -409,7 +412,10 @@ def draw_export(draw: Draw, kind: str, start: str) -> list[str]:
 
 
 def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, list[str]]:
-    """Returns settings of second runs by name, which change nothing mathematically."""
+    """Returns the settings of all possible second runs, by name.
+
+    The settings do not change the result mathematically.
+    """
     stacks = [f"model.{stack}" for stack in stacks_of(combination.kind)]
     has_dropout = any(".dropout_rate=" in setting for setting in combination.settings)
     twins: dict[str, list[str]] = {"same": [], "remat": []}
@@ -418,7 +424,8 @@ def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, li
         other = "none" if policy else draw.choice(["full", "dots"])
         twins["remat"].append(f"{stack}.remat={other}")
 
-    # Other micro-batches and stacked layers would draw other dropout masks.
+    # If a run has dropout, do not change its micro-batches or `scan`, because the dropout masks
+    # would change, too.
     batch = int(combination.get("data.batch_size"))
     parts = int(combination.get("training.micro_batches", "1"))
     if not has_dropout and (parts > 1 or batch >= 2 * combination.devices):
@@ -430,7 +437,8 @@ def draw_twins(draw: Draw, combination: Combination, start: str) -> dict[str, li
         if batch // 2 % parts == 0:
             twins["another mesh"] = [*reset, "mesh.data=2", "mesh.tensor=4"]
 
-    # The parameters are the same with and without `scan` only if the run starts from a checkpoint.
+    # Parameters that are drawn at random depend on `scan`, so change `scan` only in runs that start
+    # from a checkpoint.
     optimizer = json.loads(combination.get("training.optimizer"))
     name = optimizer.get("name", optimizer["type"])
     has_rules = bool(combination.get("training.rules"))

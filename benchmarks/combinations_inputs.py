@@ -82,7 +82,7 @@ def make_data(root: pathlib.Path) -> int:
 
 
 def make_rows() -> dict[str, list[dict[str, str]]]:
-    """Returns the rows of a sentiment task, a task of reversing words, and a task of texts."""
+    """Returns the rows of three tasks: sentiment, reversing words, and texts without labels."""
     rows: dict[str, list[dict[str, str]]] = {"sentiment": [], "reverse": [], "texts": []}
     random = np.random.default_rng(0)
     for number in range(480):
@@ -103,7 +103,7 @@ def tasks_of_quickstart() -> tuple[str, ...]:
 
 
 def import_modules(root: pathlib.Path) -> None:
-    """Imports the modules of the commands once, so that child processes need not import them.
+    """Imports all modules that the commands use, so that child processes need not import them.
 
     A first child process runs some commands and lists its modules in a file.
     """

@@ -25,8 +25,8 @@ SECONDS = 1800
 def in_child(function: Callable[[], int], log: pathlib.Path, devices: int) -> int:
     """Calls a function in a forked process, and returns the exit code of the forked process.
 
-    The parent process has imported all modules, but has not started JAX's devices, so that every
-    child process can have a different number of devices.
+    The parent process has imported all modules, but it has not initialized JAX's devices. Every
+    child process can therefore use a different number of devices.
 
     Args:
       function: a function that returns the exit code.
@@ -61,7 +61,7 @@ def in_child(function: Callable[[], int], log: pathlib.Path, devices: int) -> in
 
 
 def print_to(log: pathlib.Path) -> None:
-    """Redirects the output and the errors of this process to a file."""
+    """Redirects the standard output and the standard error of this process to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

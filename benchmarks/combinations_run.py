@@ -124,11 +124,12 @@ def default(kind: str, encoder: str, decoder: str, options: str) -> Experiment:
     Args:
       kind: ``encoder_decoder``, ``language_model``, ``prefix_lm``, ``text_lm`` (a language model
         without inputs), ``classifier`` or ``masked_lm``.
-      encoder: a name of `MIXERS` for the encoder, or for the only stack of other models.
-      decoder: a name of `MIXERS` for the decoder of an encoder-decoder.
+      encoder: the name of the encoder's mixer in `MIXERS`. For a model with only one stack, the
+        name of that stack's mixer.
+      decoder: the name of the decoder's mixer in `MIXERS`, for an encoder-decoder.
       options: words joined by ``+``. ``gated`` makes feed-forward layers gated. ``bias``,
-        ``sinusoidal`` and ``learned`` are kinds of positions. ``universal`` and ``halting`` share
-        the parameters of all layers. ``capped`` bounds the output logits.
+        ``sinusoidal`` and ``learned`` choose how positions are represented. With ``universal`` and
+        ``halting``, all layers share their parameters. ``capped`` bounds the output logits.
     """
     words = set(options.split("+"))
     causal = kind in ("language_model", "prefix_lm", "text_lm")

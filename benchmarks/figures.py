@@ -35,8 +35,8 @@ NARROW = "-narrow"
 def save(draw: Callable[[bool], Figure], path: pathlib.Path) -> None:
     """Writes a figure for wide screens, and ``NAME-narrow.svg`` for narrow screens such as phones.
 
-    The background is transparent, and the SVG keeps text as text. The same numbers always give the
-    same files.
+    The background is transparent. The SVG contains text as text, not as shapes. The same numbers
+    always give identical files.
 
     Args:
       draw: a function that returns the figure. The argument of `draw` says whether the figure is
@@ -62,11 +62,11 @@ def save(draw: Callable[[bool], Figure], path: pathlib.Path) -> None:
 
 
 def with_color_scheme(svg: str) -> str:
-    """Replaces the colors of an SVG with variables that have other values in a dark scheme."""
+    """Replaces the colors of an SVG with CSS variables, whose values depend on the color scheme."""
     names = list(COLORS)
 
     def variable(match: re.Match[str]) -> str:
-        """Returns the variable of a placeholder, with the light color as a fallback."""
+        """Returns the CSS variable for a placeholder, which falls back to the light color."""
         name = names[int(match[1])]
         return f"var(--{name}, {COLORS[name][0]})"
 

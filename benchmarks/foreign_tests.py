@@ -1,11 +1,11 @@
-"""Runs the tests of attention of Flax and jax with this package's layers and functions.
+"""Runs the attention tests of Flax and JAX on this package's layers and functions.
 
     python benchmarks/foreign_tests.py FOLDER --page docs/composability.md
 
-FOLDER contains, at any depth, linen/linen_attention_test.py and nnx/nn/attention_test.py of Flax's
-tests and nn_test.py of jax's tests, in the versions that are installed. Each file runs unchanged,
-and once for each of our layers and functions, which then replaces a layer or function of Flax or
-jax.
+FOLDER must contain three test files, at any depth: linen/linen_attention_test.py and
+nnx/nn/attention_test.py of Flax, and nn_test.py of JAX. Their versions must be those of the
+installed packages. Each file is run once unchanged. Then the file is run again for each of our
+layers and functions, which replaces a layer or function of Flax or JAX during the tests.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ def main() -> None:
 
 
 def run(suite: str, ours: str, file: str) -> None:
-    """Runs a file of tests in this process, and prints the numbers of outcomes as JSON."""
+    """Runs a file of tests in this process, and prints the number of tests with each outcome."""
     substitute(suite, ours)
     outcomes: collections.Counter[str] = collections.Counter(passed=0, failed=0, skipped=0)
     failures = []
 
     class Counter:
-        """A plugin of pytest that counts outcomes and collects failures."""
+        """A pytest plugin that counts the outcomes of tests and collects failures."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            """Counts the outcome of a test, or of a fixture that has failed."""
+            """Counts the outcome of a test, or of a fixture that failed."""
             if report.when == "call" or not report.passed:
                 outcomes[report.outcome] += 1
             if report.failed:
@@ -105,7 +105,7 @@ def run(suite: str, ours: str, file: str) -> None:
 
 
 def substitute(suite: str, ours: str) -> None:
-    """Replaces a layer or function of Flax or jax with one of this package, in this process."""
+    """Replaces a layer or function of Flax or JAX with one of this package, in this process."""
     import flax.linen as nn
     import jax
     from flax import nnx
@@ -114,7 +114,8 @@ def substitute(suite: str, ours: str) -> None:
     import synthesizer_jax.linen.functional as replacement
     import synthesizer_jax.nnx as snnx
 
-    # Our functions must still call the original functions of Flax, so keep a copy of Flax's names.
+    # Our functions must still call the original functions of Flax, so give them a copy of Flax's
+    # namespace.
     replacement.nn = types.SimpleNamespace(**vars(nn))
 
     if ours == "dot_product_attention":
@@ -130,16 +131,18 @@ def substitute(suite: str, ours: str) -> None:
         defaults = {"attention_fn": sj.attention_fn} if ours == "attention_fn" else {}
         base = nn.MultiHeadDotProductAttention if defaults else sj.MultiHeadAttention
         nn.dot_product_attention = defaults.get("attention_fn", nn.dot_product_attention)
-        # Parameters are named after the class, so make subclasses that have the original names.
+        # Flax names parameters after the class of their module. Make subclasses with the original
+        # class names, so that the parameters also have their original names.
         for name in ("MultiHeadDotProductAttention", "MultiHeadAttention"):
             fields = {"__annotations__": dict.fromkeys(defaults, Any), **defaults}
             setattr(nn, name, type(name, (base,), fields))
 
 
 def _dot_product_attention(theirs: Any, *arrays: Any, **options: Any) -> Any:
-    """Calls our function, which lacks two arguments of jax's function.
+    """Calls our function with the arguments of JAX's function.
 
-    Calls with ``return_residual`` go to jax's function. The argument ``implementation`` is ignored.
+    Our function lacks two of these arguments. If ``return_residual`` is set, JAX's function is
+    called instead. The argument ``implementation`` is ignored.
     """
     import synthesizer_jax as sj
 

@@ -1,17 +1,18 @@
-"""Damages inputs of the command line at random, and checks how the command line handles them.
+"""Damages input files of commands at random, and checks how the commands handle them.
 
     python benchmarks/fuzz.py --seed 1 --attempts 500 --page docs/reliability.md
 
-The script first makes a small run, its data, a folder in the format of transformers and a file of
-rows. Each attempt copies these inputs, damages the bytes or a JSON value of one file, and runs the
-command that reads the damaged file in the same process. Instead of damaging a file, an attempt may
-draw a random `--set`. An attempt has one of three outcomes:
+The script first makes the inputs: a small run, its data, a folder in the format of transformers,
+and a file with rows of data. Each attempt copies the inputs and damages one file, either some of
+its bytes or one JSON value. Then it runs the command that reads the file in the same process. Some
+attempts pass a random `--set` to a command instead of damaging a file. An attempt has one of three
+outcomes:
 
 - *error*: the command fails with one line that names the file or the field, and changes nothing.
 - *accepted*: the command succeeds.
-- *wrong*: the command behaves in any other way. It may, for example, print a traceback or an error
-  that names no place, return another exit code, hang, or fail after changing a file. Wrong attempts
-  are printed.
+- *wrong*: the command behaves in any other way. For example, it prints a traceback, prints an error
+  that names neither the file nor the field, returns an unexpected exit code, hangs, or fails after
+  changing a file. Wrong attempts are printed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The cache keeps programs of any size, so that every program is compiled only once.
+# Cache compiled programs of any size, so that every program is compiled only once.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import report
@@ -88,7 +89,10 @@ KINDS: dict[str, tuple[str, list[str]]] = {
 
 
 class HangError(BaseException):
-    """The error for an exceeded time limit, a `BaseException` so that no handler catches it."""
+    """Raised after the time limit.
+
+    The class is derived from `BaseException`, so that commands do not catch the error.
+    """
 
 
 def main() -> None:
@@ -110,7 +114,7 @@ def main() -> None:
             damage, outcome, line = attempt(*KINDS[kind], root / "copy", rng)
             shutil.rmtree(root / "copy")
             with contextlib.redirect_stderr(io.StringIO()):
-                gc.collect()  # Orbax's coroutines print errors when they are collected
+                gc.collect()  # otherwise, Orbax's coroutines would print errors later
             lines.append(f"{kind} {number}: {damage}: {outcome}: {line}")
             counts[kind][outcome if outcome in counts[kind] else "wrong"] += 1
             if outcome not in counts[kind]:
@@ -148,15 +152,14 @@ def attempt(
     """Damages an input and runs the command that reads it.
 
     Args:
-      pattern: a pattern of files. One of these files is damaged. If the pattern is empty, a random
-        `--set` is drawn instead.
+      pattern: a glob pattern. One of the matching files is damaged. If the pattern is empty, a
+        random `--set` is passed to the command instead.
       command: the command.
       directory: the directory of all inputs.
-      rng: the random choices of the attempt.
+      rng: the generator of the attempt's random choices.
 
     Returns:
-      A description of the damage, the outcome, and the last line that the command has printed as an
-      error.
+      A description of the damage, the outcome, and the last line of the command's error output.
     """
     if pattern:
         files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
@@ -168,7 +171,7 @@ def attempt(
         field, value = draw_path(directory, rng), rng.choice(VALUES)
         damage = f"{field}={value}"
         command = [*command, "--set", damage]
-        # An error message shows the value without characters that cannot be printed.
+        # Error messages show the value as `repr` does, with unprintable characters escaped.
         places = [*field.split(".")[-2:], repr(value)[1:-1][:100]]
     before = contents(directory)
     code, errors = call(command, directory)
@@ -196,7 +199,10 @@ def draw_path(directory: pathlib.Path, rng: random.Random) -> str:
 
 
 def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
-    """Returns the contents of all files except logs, which may grow, and locks, which remain."""
+    """Returns the contents of all files that must not change when a command fails.
+
+    Logs may grow and lock files may remain, so they are left out.
+    """
     files = (p for p in directory.rglob("*") if p.is_file() and p.suffix not in (".lock", ".jsonl"))
     return {path: path.read_bytes() for path in files}
 
@@ -207,8 +213,7 @@ def call(
     """Runs `synthesizer-jax` in this process.
 
     Returns:
-      The exit code, or ``hang`` if the time limit was exceeded, and the text that was printed as
-      errors.
+      The exit code, or ``hang`` if the time limit was exceeded, and the command's error output.
     """
     from synthesizer_jax.cli import main as program
 

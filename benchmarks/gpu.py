@@ -7,14 +7,14 @@
 
 The first two commands run parts of the measurements in the given order. With `--tiny`, these
 commands run everything in tiny sizes on a CPU. Every row is added to `gpu.json` as soon as it is
-measured. If a system ends early, takes too long, or has no time left, the row of the system
-contains the error. The last command merges several files of results and writes the tables, for
+measured. If a system crashes, takes too long, or has no time left, its row contains an error
+instead of measurements. The last command merges several files of results and writes the tables, for
 which it needs no GPU. Rows of later files replace rows of earlier files.
 
 Every model runs in a separate process. The attention functions of one library run one after the
-other in one process, and each function is measured twice. Six processes start and compile at the
-same time. After that, only one process works at a time. Other libraries run in the environment
-`.venv-peers` if it exists, and otherwise in the environment of this script.
+other in one process, and each function is measured twice. Up to six processes start and compile at
+the same time, but only one process is measured at a time. Other libraries run in the virtual
+environment `.venv-peers` if it exists, and otherwise in the environment of this script.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ PARTS = ("correctness", "steps", "functions", "sublayers", "long", "decode")
 
 
 class Results:
-    """The rows of all parts. The file of results is written again whenever a row is added."""
+    """The rows of all parts. The file of results is rewritten whenever a row is added."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -98,7 +98,7 @@ class Results:
     def put(self, part: str, row: Row) -> None:
         """Adds a row, or replaces the row with the same name and shape.
 
-        An error does not replace a measurement.
+        A row with an error does not replace a row with measurements.
         """
         rows = self.parts.setdefault(part, [])
         for index, other in enumerate(rows):
@@ -130,12 +130,12 @@ class Results:
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    """Returns the values that distinguish the rows of a part."""
+    """Returns the values that identify a row among the rows of the same part."""
     return row["name"], row.get("batch"), row.get("length"), row.get("beams")
 
 
 class Session:
-    """A limited time on a device, with the workers that are prepared for it."""
+    """Starts and runs workers on a device until a deadline."""
 
     def __init__(self, args: argparse.Namespace, results: Results):
         self.args = args
@@ -167,17 +167,20 @@ class Session:
         python = str(racing.PEERS) if is_torch and racing.PEERS.exists() else sys.executable
         system = racing.System(name, worker, {**self.options, **options}, python, self.environment)
         running = racing.Worker(system, min(PREPARATION, left))
-        # The workers that check correctness also compile while they answer.
+        # Workers that check correctness compile programs for every answer, so they need more time.
         compiles_late = options.get("part") == "correctness"
         running.limit = PREPARATION if compiles_late else ANSWER
         return running
 
     def prepare(self, *args: Any) -> None:
-        """Starts a worker in the background. `start` returns the worker or raises its error."""
+        """Starts a worker in the background.
+
+        A later call of `start` returns it or raises its error.
+        """
         self.prepared[repr(args)] = self.pool.submit(self._start, *args)
 
     def start(self, *args: Any) -> racing.Worker:
-        """Returns a worker that was prepared, or starts the worker now."""
+        """Returns the worker that `prepare` has started, or starts a worker now."""
         future = self.prepared.pop(repr(args), None)
         if future is None:
             return self._start(*args)
@@ -186,17 +189,17 @@ class Session:
     def run_cases(
         self, worker: str, part: str, cases: list[Row], *, passes: int, ahead: bool
     ) -> None:
-        """Runs a worker that answers with the row of one case after the other.
+        """Runs a worker that measures one case after the other and sends a row for each case.
 
-        If the worker ends during a case, a new worker continues with the next case. If a worker
-        cannot start, all cases of the worker fail.
+        If the worker crashes during a case, a new worker continues with the next case. If a worker
+        cannot start, all its cases fail.
 
         Args:
           worker: the file of the worker.
           part: the part of the measurements.
           cases: the cases, with their names and shapes.
-          passes: how many times the worker answers for every case.
-          ahead: whether the worker is only prepared and does not run yet.
+          passes: how many times every case is measured.
+          ahead: whether to only start the worker in the background. A later call measures.
         """
         if ahead:
             if cases:
@@ -221,15 +224,15 @@ class Session:
             cases = cases[done + len(failed) :] if done < len(cases) else []
 
     def run_model(self, part: str, name: str, options: Row, *, rounds: int, ahead: bool) -> None:
-        """Runs a model, with more micro-batches if the memory is too small.
+        """Measures a model. If the memory is too small, tries again with more micro-batches.
 
         Args:
           part: the part of the measurements.
-          name: the name of the row, which is the name of a system, a comma, and how the system is
-            compiled.
+          name: the name of the row. The name consists of a system and, optionally, the way in which
+            the system is compiled, as in ``v, scanned``.
           options: the options of the worker.
           rounds: the number of rounds.
-          ahead: whether the worker is only prepared and does not run yet.
+          ahead: whether to only start the worker in the background. A later call measures.
         """
         kind, _, suffix = name.partition(", ")
         options = {
@@ -244,8 +247,9 @@ class Session:
             options["compile"] = None
         worker = peers.PEERS.get(kind, "ours.py")
         shown = {k: options[k] for k in ("name", "batch", "inputs", "targets", "beams")}
-        # The library transformers keeps the attention weights of all heads. If these weights did
-        # not fit into the memory, the worker would have to compile again.
+        # The library transformers keeps the attention weights of all heads for the backward pass.
+        # Start with four micro-batches, because the worker would have to compile again if the
+        # weights of a larger batch did not fit into memory.
         counts = (4,) if kind == "transformers" else (1, 2, 4)
         if ahead:
             self.prepare(name, worker, {**options, "micro_batches": counts[0]})
@@ -267,7 +271,10 @@ class Session:
 
 
 def last_line(end: SystemExit) -> str:
-    """Returns the last line of an error that names an exception, which is the most informative."""
+    """Returns the last line of an error that names an exception.
+
+    This line is the most informative.
+    """
     lines = [line for line in str(end).splitlines() if line.strip() and not line.startswith(" ")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines)[-1][:300]
@@ -291,17 +298,17 @@ def timed_cases(part: str, *, tiny: bool) -> list[Row]:
 
 
 def run_part(session: Session, part: str, *, ahead: bool) -> None:
-    """Runs a part of the measurements, or only prepares the workers of the part.
+    """Runs a part of the measurements, or only starts the workers of the part.
 
     Args:
       session: the session, which limits the time on the device.
       part: the part of the measurements.
-      ahead: whether the workers are only prepared and do not run yet.
+      ahead: whether to only start the workers in the background. A later call measures.
     """
     tiny = session.args.tiny
 
     def wanted(name: str) -> bool:
-        """Returns whether a row is to be measured."""
+        """Returns whether the option `--systems` selects the row."""
         return session.args.systems is None or name in session.args.systems
 
     if part == "correctness":
@@ -362,16 +369,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_rates(rows: list[Row], peak: float | None) -> list[Row]:
-    """Returns rows of steps with tokens per second, MFU, and the speed relative to transformers.
+    """Returns rows with tokens per second, MFU, and the speed relative to transformers.
 
     Args:
-      rows: the rows of a shape. Only the rows of training steps change.
+      rows: the rows of systems that were measured with the same shape. Only the rows of training
+        steps change.
       peak: the peak rate of the device in FLOP/s, or None if it is not known.
     """
     finished = [row for row in rows if "loss" in row]
     of_transformers = [row for row in finished if row["name"].startswith("transformers")]
     base = min((row["seconds"] for row in of_transformers), default=None)
-    # The library transformers does not count FLOPs, but it computes the same as the variant *v*.
+    # The row of transformers has no FLOPs. Use those of the variant *v*, which performs the same
+    # computation.
     vanilla = next((r["flops"] for r in rows if r["name"] == "v" and "flops" in r), None)
     result = []
     for row in rows:
@@ -474,7 +483,7 @@ def merge(results: list[Results]) -> Results:
     """Adds the rows of later files to the first file, and returns the merged results."""
     first, *others = results
     for other in others:
-        # Keep the highest rate, because rates are lower while other programs run.
+        # Keep the highest measured rate, because other programs on the device lower a rate.
         rates = {name: x for name, x in first.facts.items() if isinstance(x, float)}
         highest = {name: max(x, other.facts[name]) for name, x in rates.items()}
         first.facts = {**first.facts, **other.facts, **highest}
@@ -517,7 +526,7 @@ def write_page(args: argparse.Namespace) -> None:
 
 
 def worst_rows(rows: list[Row]) -> list[Row]:
-    """Returns the row with the largest error for every dtype and implementation of a route."""
+    """Returns the row with the largest error for every pair of a dtype and a route."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         _, dtype, route = row["name"].rsplit(", ", 2)
@@ -531,7 +540,7 @@ def worst_rows(rows: list[Row]) -> list[Row]:
 
 
 def shape_of(row: Row) -> str:
-    """Returns the heading of a row's table, which shows the batch size and the lengths."""
+    """Returns the heading of the table for a row, with the batch size and the lengths."""
     if "batch" not in row:
         return ""
     if "length" in row:

@@ -3,11 +3,11 @@
     python benchmarks/input_pipeline.py --mixture glue_super_glue_proportional --data-dir DATA \\
         --vocabulary spiece.model --page docs/performance.md
 
-All systems read the same tasks, shuffled, with the same vocabulary and lengths. Every round starts
-a process for each system, one after the other. The table has the medians over the rounds. Times
-begin when the stream is opened, after the imports. The *first* examples are read from files. The
-*later* examples are already in memory. Before the first round, the script prepares data that is not
-prepared yet.
+All systems read the same tasks in shuffled order, with the same vocabulary and lengths. In every
+round, each system runs in a new process, one system after the other. The table shows the medians
+over all rounds. The clock starts after the imports, when the stream is opened. Examples in the
+column *first* are read from files. Examples in the column *later* are already in memory. Before the
+first round, the script prepares data that is not prepared yet.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def make_system(args: argparse.Namespace, name: str, *, pack: bool) -> racing.System:
-    """Returns the worker of a stream, with or without packing."""
+    """Returns the system that measures an input stream, with or without packing."""
     options = {**vars(args), "system": name, "pack": pack}
     for key in ("data_dir", "vocabulary", "json", "page"):
         options[key] = str(options[key])  # a path is not JSON

@@ -4,19 +4,22 @@
     python benchmarks/peers.py --systems v v+small transformers --dropout 0.1
     python benchmarks/peers.py --decode --inputs 128 --systems v ctranslate2 transformers --beams 1
 
-The script measures training steps with AdamW, or decoding. Every system runs in a separate process.
-The systems take turns, and the table has medians over the rounds. All systems have the same sizes,
-random weights and random batches, and the script checks that they have the same number of
-parameters.
+The script measures training steps with AdamW. With `--decode`, it measures decoding instead. Every
+system runs in a separate process. The systems take turns, and the table has medians over the
+rounds. All systems have the same sizes, random weights and random batches, and the script checks
+that they have the same number of parameters.
 
 A variant of this package is a key of `models.VARIANTS`, such as `v` for the dot product and `r` for
-Random. `+small` selects scanned layers that keep only matrix products for the backward pass.
+Random. The suffix `+small` selects scanned layers that save only the results of matrix products for
+the backward pass.
 
-The FLOPs of a step are six times the multiply-adds of its forward pass. The rate of FLOPs is given
-relative to the rate of a matrix product, which the process of the system measures before the first
-round. With `--peak`, the rate is given relative to a number of TFLOP/s, which is the MFU.
+The FLOPs of a step are six times the multiply-adds of its forward pass. The table shows the FLOP
+rate of a step divided by the FLOP rate of a matrix product, which every system's process measures
+before the first round. With `--peak`, the FLOP rate of a step is divided by the given number of
+TFLOP/s, and the ratio is the MFU.
 
-When decoding, no sequence ends before it has `--new-tokens` tokens. The time includes the encoder.
+When decoding, every sequence continues until it has `--new-tokens` tokens. The time includes the
+encoder.
 """
 
 from __future__ import annotations
@@ -68,14 +71,14 @@ def add_ratios(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
         row["memory"] = row["peak_mb"] / base["peak_mb"] if row["peak_mb"] else None
         if "flops" in row:
             row["work"] = row["flops"] / first_flops
-            # The worker reports how many seconds the FLOPs of the step would take at the rate of a
-            # matrix product.
+            # In `utilization`, the worker reports how many seconds the step would take if it
+            # reached the FLOP rate of a matrix product.
             seconds = row["flops"] / (args.peak * 1e12) if args.peak else row["utilization"]
             row["utilization"] = seconds / row["seconds"]
 
 
 def describe_decoding(args: argparse.Namespace) -> tuple[str, str, dict[str, str]]:
-    """Returns the name, the caption and the columns of the table of decoding."""
+    """Returns the name, the caption and the columns of the table for decoding."""
     if args.beams == 1:
         method = "greedy"
         title = f"Greedy decoding with T5 1.1 {args.size}"
@@ -100,7 +103,7 @@ def describe_decoding(args: argparse.Namespace) -> tuple[str, str, dict[str, str
 
 
 def describe_training(args: argparse.Namespace) -> tuple[str, str, dict[str, str]]:
-    """Returns the name, the caption and the columns of the table of training steps."""
+    """Returns the name, the caption and the columns of the table for training steps."""
     systems = " ".join(args.systems)
     name = (
         f"train_step {args.size} {args.inputs}/{args.targets} {args.dropout} {args.dtype} {systems}"
@@ -130,7 +133,7 @@ def describe_training(args: argparse.Namespace) -> tuple[str, str, dict[str, str
 
 
 def is_dot_product(name: str) -> bool:
-    """Whether a system has the same attention as the published T5s."""
+    """Returns whether a system has the same attention as the published T5 models."""
     return name.split("+")[0] in ("v", *PEERS)
 
 

@@ -1,4 +1,4 @@
-"""Compares our readers of folders with transformers, for tiny random models of every kind.
+"""Compares our readers of model folders with transformers, using tiny random models.
 
     python benchmarks/pretrained.py --page docs/finetune.md
 
@@ -67,7 +67,7 @@ def write_byte_level(folder: pathlib.Path) -> None:
 
 
 def make(folder: pathlib.Path, kind: str) -> None:
-    """Writes a folder with a model of transformers and its tokenizer."""
+    """Writes a folder with a random transformers model and its tokenizer."""
     config = KINDS[kind]
     model = make_model(config)
     if "encoder" not in config and not config["tie_word_embeddings"]:
@@ -125,8 +125,9 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
 def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of the table, and makes the folders in the directory `scratch`."""
     if transformers.__version__.startswith("4."):
-        # In version 4 of transformers, the attention windows of encoders reach one token less far.
-        # In an unbalanced model, version 4 creates matrices whose shapes do not match.
+        # In version 4 of transformers, the attention windows of encoders reach one token less in
+        # each direction, so configure a longer window. For an unbalanced model, version 4 creates
+        # matrices whose shapes do not match, so leave it out.
         encoder = gemma.CONFIGS["balanced"]["encoder"] | {"sliding_window": 64}
         KINDS["T5Gemma, balanced"] = KINDS["T5Gemma, balanced"] | {"encoder": encoder}
         del KINDS["T5Gemma, unbalanced"]

@@ -48,11 +48,12 @@ class System:
 def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> None:
     """Runs a round whenever the driver asks for it, until the driver closes the pipe.
 
-    Every round is run twice, and only the second time counts. The first time reloads memory and
-    caches that other systems have evicted. Reloading is not part of the comparison.
+    Every round is run twice, and only the second run counts. The first run reloads the system's
+    data into memory and caches, from which other systems may have evicted it. The comparison should
+    not include this time.
 
     Args:
-      facts: the values that the row of the system has in addition to measurements.
+      facts: values to add to the measurements in the system's row.
       run_round: a function that runs a round and returns its measurements.
     """
     send(facts)
@@ -63,7 +64,7 @@ def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> N
 
 
 def answer(facts: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
-    """Sends the next row whenever the driver asks for it, until the driver closes the pipe."""
+    """Sends the next row whenever the driver asks for one, until the driver closes the pipe."""
     send(facts)
     for _ in sys.stdin:
         send(next(rows))
@@ -88,10 +89,11 @@ def send(message: dict[str, Any]) -> None:
 
 
 def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Returns the seconds that a call takes on a device that works asynchronously.
+    """Returns how many seconds a call takes on a device that executes asynchronously.
 
     The result is the median of seven series of calls. A series lasts at least 20 ms, unless it
-    reaches a hundred calls. The function waits only for the last call of a series.
+    reaches a hundred calls. Within a series, the function waits only for the result of the last
+    call.
 
     Args:
       call: a function that starts the work and returns its result.
@@ -115,7 +117,7 @@ def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 def timed_row(
     programs: dict[str, Callable[[], Any]], wait: Callable[[Any], Any], flops: dict[str, float]
 ) -> dict[str, float]:
-    """Returns the times of programs in ms, and the rates of programs with known FLOPs.
+    """Returns the times of programs in ms, and the FLOP rates of programs whose FLOPs are known.
 
     Args:
       programs: the functions to time. ``forward`` is the forward pass, and ``both`` is the forward
@@ -129,7 +131,7 @@ def timed_row(
 
 
 def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns the means of a row that was measured twice, and the spread of its measurements.
+    """Merges two measurements of a row: returns the means and the spread.
 
     The value ``spread`` is the largest ratio between two measurements of the same value, minus 1.
     If one of the measurements failed, the second row is returned.
@@ -145,14 +147,14 @@ def merge_rows(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def attention_flops(
     options: dict[str, Any], *, products: int, projections: int
 ) -> dict[str, float]:
-    """Returns the FLOPs of attention for the forward pass and for forward and backward together.
+    """Returns the FLOPs of attention, for the forward pass and for both passes together.
 
-    Masked pairs of positions are included. The backward pass has twice as many products as the
-    forward pass. If the forward pass has two products, the backward pass also computes the logits
-    again.
+    The FLOPs include masked pairs of positions. The backward pass has twice as many matrix products
+    as the forward pass. If the forward pass has two matrix products over pairs of positions, the
+    backward pass also computes the logits again.
 
     Args:
-      options: the options of the worker, and the batch size and the length.
+      options: the options of the worker, including the batch size and the length.
       products: the number of matrix products over all pairs of positions in the forward pass, 1 or
         2.
       projections: the number of projections in the forward pass.
@@ -165,7 +167,7 @@ def attention_flops(
 
 
 def reset_peak() -> None:
-    """Resets the peak that `peak_mb` returns to the current resident memory, on Linux."""
+    """Makes `peak_mb` start again from the memory that is resident now. Works only on Linux."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
@@ -225,7 +227,7 @@ class Worker:
         self.process.communicate()
 
     def _read(self) -> dict[str, Any]:
-        """Returns the next message of the worker, or exits if the worker has ended."""
+        """Returns the next message of the worker. Raises `SystemExit` if the worker has ended."""
         assert self.process.stdout is not None
         timer = threading.Timer(self.limit or threading.TIMEOUT_MAX, self.process.kill)
         timer.daemon = True
@@ -251,9 +253,9 @@ def _search_path() -> str:
 
 
 def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
-    """Runs all systems in turns, and returns a row for each system.
+    """Measures systems that take turns, and returns a row for each system.
 
-    All systems must fit into memory together. The first round does not count.
+    All systems must fit into memory together. The first round is a warm-up and does not count.
     """
     workers = []
     for system in systems:
@@ -274,7 +276,7 @@ def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
 def summarize_results(
     name: str, facts: dict[str, Any], results: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns a system's row with facts, medians of measurements and the memory peak."""
+    """Returns a row with a system's facts, the medians of its measurements and its memory peak."""
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}
     return {"name": name, **facts, **medians, "peak_mb": max(peaks, default=None)}

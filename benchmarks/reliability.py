@@ -5,13 +5,13 @@
 
 At random times, one process of the run receives SIGKILL, SIGTERM or SIGINT. After each signal, the
 run is started again. Every few kills, the number of processes changes. All processes together
-always have eight devices. A kill happens a random number of steps or seconds after the start, and
-at most `--stride` steps after the start. Kills therefore also occur while modules are imported,
+always have eight devices. Each signal is sent after a random number of steps or seconds, and at
+most `--stride` steps after the start. Signals therefore also arrive while modules are imported,
 data is read, programs are compiled, the model is evaluated, or checkpoints are written.
 
 At the end, every step must have read the same examples as in the uninterrupted run
-(`data_checksum`), and must have the same loss. If the number of processes is constant, the losses
-must be exactly equal. If the number of processes changes, the losses must be equal within a
+(`data_checksum`), and must have the same loss as there. If the number of processes is constant, the
+losses must be exactly equal. If the number of processes changes, the losses must be equal within a
 relative tolerance of 1e-4. The log must also contain all evaluations. If something differs, the
 script fails.
 """
@@ -50,7 +50,8 @@ STEPS_BETWEEN_EVALUATIONS = 4
 
 EXPECTED = {
     "SIGKILL": {128 + signal.SIGKILL},
-    # A run ends with the second exit code if its signal handlers are not installed yet.
+    # If a signal arrives before the run has installed its handlers, the run ends with the second of
+    # these exit codes.
     "SIGTERM": {EXIT_CODES[signal.SIGTERM], 128 + signal.SIGTERM},
     "SIGINT": {EXIT_CODES[signal.SIGINT], 128 + signal.SIGINT},
 }
@@ -58,7 +59,7 @@ EXPECTED = {
 
 
 def main() -> None:
-    """Runs the campaign of kills and writes the results."""
+    """Kills a run repeatedly, compares it with an uninterrupted run, and writes the results."""
     parser = report.arguments(__doc__, kills=10, stride=20, seed=0)
     parser.add_argument(
         "--processes",
@@ -108,13 +109,14 @@ def describe(result: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 class Campaign:
-    """An uninterrupted run and a run that is killed repeatedly, in an empty directory."""
+    """Makes an uninterrupted run and a run that is killed repeatedly, in an empty directory."""
 
     def __init__(self, args: argparse.Namespace, directory: pathlib.Path):
         self.args = args
         self.directory = directory
         self.random = random.Random(args.seed)
-        # A run is killed at most a stride, or a little more, after its start.
+        # Between two kills, the run makes about `stride` steps at most. A few more steps make sure
+        # that the run does not end before the last kill.
         self.steps = (args.kills + 3) * args.stride
         synthetic.write(directory / "data")
 
@@ -123,7 +125,7 @@ class Campaign:
         start_time = time.perf_counter()
         process = self.start("undisturbed", 1)
         self.wait_for(process, "undisturbed", step=1)
-        # The first start compiles programs, so later starts should not take much longer.
+        # The first start also compiles the programs, so later starts should not take much longer.
         self.longest_start = 1.5 * (time.perf_counter() - start_time)
         problems = []
         if process.wait() != 0:
@@ -201,8 +203,8 @@ class Campaign:
         seconds = time.perf_counter() - start_time
         step = self.last_step("killed")
         saved = max(finished_steps(self.directory / "killed" / "checkpoints"), default=0)
-        # Until the run writes to its log again, the log also contains the steps that an earlier
-        # kill lost.
+        # Until the restarted run writes to its log, the log still contains steps that an earlier
+        # kill lost. Do not count them again.
         lost = max(0, step - saved) if self.last_write() != last_write else 0
         kill = {"processes": processes, "signal": name, "code": code}
         return {**kill, "seconds": seconds, "step": step, "lost": lost}
@@ -251,7 +253,7 @@ class Campaign:
 
 
 def summarize_kills(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each pair of a number of processes and a signal."""
+    """Returns a row for each combination of a signal and a number of processes."""
     rows = []
     for processes, name in sorted({(k["processes"], k["signal"]) for k in kills}):
         group = [k for k in kills if (k["processes"], k["signal"]) == (processes, name)]

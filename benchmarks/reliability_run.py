@@ -1,4 +1,4 @@
-"""Defines the recipe of `reliability.py` and of the multi-process tests, which starts quickly."""
+"""Defines a recipe that starts quickly, for `reliability.py` and the multi-process tests."""
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes

@@ -1,4 +1,4 @@
-"""Shares the command line, facts about the machine, tables and output among benchmarks."""
+"""Helps all benchmarks to parse options, describe the machine, format tables and write results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParse
     """Returns a parser with the options `--json` and `--page` and one integer option per keyword.
 
     Args:
-      description: the help text, which keeps its line breaks.
+      description: the help text, whose line breaks are kept.
       **numbers: the default values of the integer options, by name.
     """
     parser = argparse.ArgumentParser(
@@ -85,12 +85,12 @@ def write(
     """Prints a section of a page, and writes the files of the options `--page` and `--json`.
 
     Args:
-      name: the name of the section, which stands in HTML comments around it.
+      name: the name of the section. HTML comments with this name enclose the section.
       text: the Markdown text of the section.
       result: all measurements, for `--json`.
       options: the parsed command line.
-      facts: facts on which the measurements depend, such as versions. The facts stand in a line
-        below the text.
+      facts: facts on which the measurements depend, such as versions. The facts are written in a
+        line below the text.
     """
     note = "; ".join(f"{name}: {value}" for name, value in facts.items())
     command = " ".join(["python", *_without_output_options(sys.argv)])

@@ -1,11 +1,11 @@
-"""Compiles a training step for a chip without the chip, and lists the bytes of operations.
+"""Compiles a training step for a TPU that is not present, and lists the bytes of its operations.
 
     JAX_PLATFORMS=cpu python benchmarks/step_bytes.py --chip v5e:2x2 --page docs/tpu.md
 
-The script counts the operands and results of every operation of the optimized program that are in
-the chip's main memory. Operations in a loop count as often as the loop runs. If a fusion slices an
-array or updates a part of it in place, only this part counts. Unlike in the compiler's ``bytes
-accessed``, arrays in on-chip memory (VMEM) do not count.
+For every operation of the optimized program, the script counts the bytes of operands and results
+that are in the chip's main memory. An operation in a loop counts once for each iteration. If a
+fusion slices an array or updates a part of it in place, only this part counts. Arrays in on-chip
+memory (VMEM) do not count, unlike in the compiler's ``bytes accessed``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ RESERVED = ("AllocateBuffer", "ConcatBitcast")
 
 
 class Operation(NamedTuple):
-    """An operation, which is a line ``name = result kind(operands), attributes`` of a program.
+    """An operation, parsed from a program's line ``name = result kind(operands), attributes``.
 
     Attributes:
       result: the shape of the result, such as ``bf16[8,512]``. A ``@`` follows arrays that are in
         on-chip memory.
       kind: the name of the operation, such as ``fusion``.
       operands: the names of the operands.
-      text: the rest of the line, from the operands on.
+      text: the rest of the line, beginning with the operands.
       is_root: whether the operation is the result of its computation.
     """
 
@@ -62,12 +62,12 @@ class Operation(NamedTuple):
     is_root: bool
 
     def called(self, role: str = "calls") -> str:
-        """Returns the name of the computation that this operation calls in the given role."""
+        """Returns the name of the computation that an attribute, such as ``body``, refers to."""
         return re.findall(rf"{role}=\{{?%?([\w.\-]+)", self.text)[0]
 
 
 class Program(dict[str, dict[str, Operation]]):
-    """The operations of an optimized program, by the name of the computation and the operation.
+    """An optimized program, in which ``program[computation][operation]`` is an `Operation`.
 
     Attributes:
       entry: the name of the computation that runs first.
@@ -75,7 +75,7 @@ class Program(dict[str, dict[str, Operation]]):
 
     def __init__(self, text: str):
         super().__init__()
-        # Remove layouts, except for the mark of arrays that are in on-chip memory.
+        # Remove the layouts of arrays. Mark arrays that are in on-chip memory with "@".
         text = re.sub(r"\{[\d,]*(:[A-Z][^{}]*)?\}", lambda m: "@" if "S(" in m[0] else "", text)
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
             head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
@@ -107,7 +107,7 @@ class Program(dict[str, dict[str, Operation]]):
         return min(total, size(operations[name].result))
 
     def written(self, computation: str, name: str | None = None) -> int:
-        """Returns how many bytes of its result or of an array a fused computation writes."""
+        """Returns how many bytes of its result, or of another array, a fused computation writes."""
         operations = self[computation]
         if name is None:
             name = next(n for n, op in operations.items() if op.is_root)
@@ -121,7 +121,7 @@ class Program(dict[str, dict[str, Operation]]):
         return size(op.result)
 
     def parameters(self, computation: str) -> dict[int, str]:
-        """Returns the names of a computation's parameters by the numbers of the parameters."""
+        """Returns a dictionary from the numbers of a computation's parameters to their names."""
         found = self[computation].items()
         return {int(op.text.split(")")[0]): name for name, op in found if op.kind == "parameter"}
 
@@ -150,14 +150,15 @@ class Program(dict[str, dict[str, Operation]]):
     def rows(
         self, computation: str | None = None, times: int = 1
     ) -> collections.Counter[tuple[str, ...]]:
-        """Returns the bytes that operations move, added up over equal operations.
+        """Returns the bytes that operations move, summed over operations of the same kind.
 
         Args:
           computation: the computation, by default the whole program.
           times: how many times the computation runs.
 
         Returns:
-          The bytes by pass, part of the model, kind of operation, and shape of the result.
+          A counter of bytes. Its keys contain the pass, the part of the model, the kind of
+          operation, and the shape of the result.
         """
         if computation is None:
             computation = self.entry
@@ -185,9 +186,9 @@ class Program(dict[str, dict[str, Operation]]):
 
 
 def size(result: str) -> int:
-    """Returns the number of bytes of a shape's arrays that are in main memory.
+    """Returns the size in bytes of those arrays of a shape that are in main memory.
 
-    Arrays of the dtype s8 do not count, because they are work space.
+    Arrays of the dtype s8 do not count, because they are scratch memory.
     """
     total = 0
     for dtype, dims, on_chip in re.findall(r"([a-z]+\d*)\[([\d,]*)\](@?)", result):

@@ -3,13 +3,14 @@
     pip install 'jax[tpu]'
     python benchmarks/tpu_pods.py --page docs/tpu.md
 
-Every step is compiled three times. The unchanged step gives the memory. Models with one and with
-two unrolled layers give the costs, because the compiler counts the body of a loop only once.
-Parameters are sharded (`fsdp`) over as many devices as divide d_model. The script chooses the first
-rematerialization policy with which all variants fit according to their plans.
+Every training step is compiled three times. The unchanged step shows the memory. The costs are
+extrapolated from models with one and with two unrolled layers, because the compiler counts the body
+of a loop only once. The size of the mesh axis `fsdp`, which shards the parameters, is the greatest
+common divisor of d_model and the number of devices. The script chooses the first rematerialization
+policy with which the plans of all variants fit into memory.
 
 A compilation takes minutes. Results that are already in the file `--json` are therefore reused.
-Plans and the page are always written again.
+Memory plans and the page are always written again.
 """
 
 from __future__ import annotations
@@ -109,15 +110,15 @@ def main() -> None:
 
 
 def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
-    """Compiles a step and returns its memory and costs."""
+    """Compiles a training step, and returns its memory and its costs."""
     began = time.perf_counter()
     memory = plan.compile_step(experiment, topology).memory_analysis()
     seconds = time.perf_counter() - began
     costs = step_costs(experiment, topology)
     chip = topology.chip
     kinds = {kind: costs[kind] for kind in COLLECTIVES if costs[kind]}
-    # The peak rates of a chip belong to all devices of the chip together, but the costs are those
-    # of a single device.
+    # The peak rates of a chip are for all its devices together, but the costs are for a single
+    # device.
     arithmetic = costs["flops"] * chip.devices / chip.flops
     transfer = costs["bytes accessed"] * chip.devices / chip.bandwidth
     return {
@@ -137,9 +138,10 @@ def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.
     """Returns the costs of a step, extrapolated from models with one and two unrolled layers."""
 
     def costs(repeats: int | None = None) -> collections.Counter[str]:
-        """Returns the costs of a model with one layer per run.
+        """Returns the costs of a model that has only one layer in each run of blocks.
 
-        A run of blocks that is repeated `repeats` times gets two layers instead of one.
+        A run of blocks that the original model repeats `repeats` times gets two layers instead of
+        one.
         """
         changed = {}
         for name, stack in stacks_of(experiment.model).items():
@@ -158,11 +160,11 @@ def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.
 
 
 def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
-    """Returns the FLOPs and bytes of a program, and the bytes of the results of its collectives.
+    """Returns a program's FLOPs, the bytes that it accesses, and the bytes that collectives return.
 
-    The body of a loop counts once. The text of the program contains an asynchronous all-gather
-    several times with the same channel, but it is counted once. Different all-reduces may share a
-    channel, so each all-reduce is counted.
+    The body of a loop counts once. An asynchronous all-gather appears several times in the
+    program's text, always with the same channel, so each channel is counted once. All-reduces are
+    an exception: different all-reduces may share a channel, so each of them is counted.
     """
     analysis = compiled.cost_analysis()
     found = collections.Counter({k: analysis[k] for k in ("flops", "bytes accessed")})
@@ -187,7 +189,7 @@ def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
 
 
 def make_experiment(size: str, variant: str, rows: int, devices: int) -> Experiment:
-    """Returns the experiment of a size and a variant, with a number of rows for each device."""
+    """Returns an experiment with the given size, variant, and number of rows for each device."""
     shape = T5_1_1[size]
     self_attention = alignment(variant, head_dim=shape.head_dim)
     return Experiment(
@@ -199,7 +201,7 @@ def make_experiment(size: str, variant: str, rows: int, devices: int) -> Experim
 
 
 def find_remat(experiments: list[Experiment], topology: chips.Topology) -> str | None:
-    """Returns the first rematerialization policy with which all experiments fit."""
+    """Returns the first rematerialization policy with which all experiments fit into memory."""
     for remat in REMATS:
         if all(make_plan(with_remat(e, remat), topology).fits for e in experiments):
             return remat

@@ -3,11 +3,11 @@
     pip install 'jax[tpu]'
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python benchmarks/tpu_roofline.py --lengths 512 2048
 
-libtpu compiles forward and backward passes for real topologies on any machine. The table shows the
-FLOPs, the bytes and the temporary memory that the compiler reports. The table also shows the FLOPs
-computed from the shapes of all matrix products, and the roofline, ``max(FLOPs / peak, bytes /
-bandwidth)``. The operands and results of a Pallas kernel are counted once. The script fails if the
-compiler's FLOPs differ from the computed FLOPs by more than 10%.
+libtpu can compile forward and backward passes for real TPU topologies on any machine. The table
+shows the FLOPs, the bytes and the temporary memory that the compiler reports. The table also shows
+the FLOPs computed from the shapes of all matrix products, and the roofline, ``max(FLOPs / peak,
+bytes / bandwidth)``. The operands and results of a Pallas kernel are counted once. The script fails
+if the compiler's FLOPs differ from the computed FLOPs by more than 10%.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def measure_sublayer(args: argparse.Namespace, name: str, chip: str, length: int
         compiled = step.lower(params, x, lengths).compile()
     costs = compiled.cost_analysis()
     memory = compiled.memory_analysis()
-    # The backward pass has twice the products of the forward pass. The fused backward pass also
-    # computes the logits again. The fused backward pass consists of one or two kernels. If there
-    # are two kernels, each kernel computes the logits and the gradients of the weights.
+    # The backward pass has twice as many matrix products as the forward pass. The fused backward
+    # pass also computes the logits again. It consists of one or two kernels. If there are two
+    # kernels, both compute the logits and the gradients of the weights.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
     if implementation == "fused":
         recomputations = 1 if choose_tile_rows(length, length) == length else 3

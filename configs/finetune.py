@@ -1,19 +1,19 @@
 """Fine-tune a T5 or a Synthesizer on one task or mixture, from a checkpoint or from scratch.
 
-This command requires T5's vocabulary file, and the data of GLUE, which
-`synthesizer-jax data import glue --from DIR` imports:
+The following command requires T5's vocabulary file and the data of GLUE. To import GLUE, use
+`synthesizer-jax data import glue --from DIR`.
 
     synthesizer-jax train finetune --workdir runs/cola --data-dir DATA \\
         --set vocabulary.path=spiece.model --set data.mixture=glue_cola_v002 \\
         --set init_from=runs/pretrained
 
-Hardware: a small model fits on an accelerator with 16 GB.
+Hardware: a model of the small size fits on an accelerator with 16 GB.
 
 The settings are those of T5's fine-tuning: Adafactor with a constant learning rate of 0.001, a
-dropout rate of 0.1, and batches of 128 packed rows of 512 + 84 tokens. If a mixer of the model
-reads a row as one sequence, rows cannot be packed. In this case, add `--set data.pack=false`. If a
-task has label words, the task is evaluated by ranking the label words. T5's published scores are
-from greedy decoding. To decode greedily, add `--set evaluation.method=greedy`.
+dropout rate of 0.1, and batches of 128 packed rows of 512 + 84 tokens. Some mixers treat a whole
+row as one sequence, so their rows cannot be packed. For these mixers, add `--set data.pack=false`.
+If a task has label words, the model is evaluated by ranking them. T5's published scores come from
+greedy decoding instead. To decode greedily, add `--set evaluation.method=greedy`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def default() -> Experiment:
 
 
 def synthesizer_rv_small() -> Experiment:
-    """Fine-tunes a Random + Vanilla Synthesizer of T5 1.1's small size."""
+    """Fine-tunes a Random + Vanilla Synthesizer with the size of T5 1.1 small."""
     return _finetune(T5_1_1["small"], "rv")
 
 
@@ -43,19 +43,19 @@ def base() -> Experiment:
 
 
 def prefix_lm_base() -> Experiment:
-    """Fine-tunes a decoder-only model of base size with bidirectional attention to its inputs."""
+    """Fine-tunes a decoder-only model of base size, which reads its inputs bidirectionally."""
     experiment = base()
     model = zoo.language_model("v", T5_1_1["base"], prefix=True)
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
-    # Rows cannot be packed, because each row contains the inputs and targets of one example. Use
-    # buckets of lengths to save padding.
+    # In a prefix language model, rows cannot be packed, because each row contains the inputs and
+    # targets of one example. Use buckets of lengths instead to reduce padding.
     buckets = ((64, 16), (128, 16), (256, 32))
     data = replace(experiment.data, pack=False, buckets=buckets)
     return replace(experiment, model=model.copy(decoder=decoder, dtype="auto"), data=data)
 
 
 def _finetune(size: Size, variant: str) -> Experiment:
-    """Returns the fine-tuning of a T5 1.1 whose self-attention is a variant, such as ``rv``."""
+    """Returns an experiment that fine-tunes a T5 1.1 with a variant, such as ``rv``."""
     self_attention = alignment(variant, head_dim=size.head_dim)
     return Experiment(
         model=t5(size, encoder=self_attention, dropout_rate=0.1, dtype="auto", scan=True),

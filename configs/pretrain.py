@@ -1,6 +1,6 @@
-"""Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
+"""Pre-train a T5 or a Synthesizer on unlabeled text, optionally mixed with T5's supervised tasks.
 
-The commands require T5's vocabulary file, and C4 from TFDS or from
+The following commands require T5's vocabulary file and C4. C4 can come from TFDS or from
 `synthesizer-jax data import c4/en`. The first command prepares C4. The second command trains a
 model:
 
@@ -8,15 +8,16 @@ model:
     synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\
         --set vocabulary.path=spiece.model
 
-Hardware: see docs/pretrain.md. `laptop` needs only two CPU cores and WikiText-2.
+Hardware: see docs/pretrain.md. The recipe `laptop` needs only two CPU cores and WikiText-2.
 
-The settings are those of T5 (Raffel et al. 2020, section 3.1). There are 524,288 steps. A batch has
-128 rows of 512 tokens, so it contains 65,536 tokens. The optimizer is Adafactor with the learning
-rate 1/√max(step, 10⁴). The corrupted spans have a mean length of 3 tokens and contain 15% of all
-tokens, so that the targets have 114 tokens.
+The settings are those of T5 (Raffel et al. 2020, section 3.1). Training takes 524,288 steps. A
+batch has 128 rows of 512 tokens, which are 65,536 tokens. The optimizer is Adafactor with the
+learning rate 1/√max(step, 10⁴). The corrupted spans have a mean length of 3 tokens and contain 15%
+of all tokens. The targets therefore have 114 tokens.
 
-To train on other texts, such as those of an imported task, add `--set data.mixture=TASK`. If a task
-does not define an objective, choose one with `--set data.objective=NAME`.
+To train on other texts, for example on a task that you have imported, add `--set
+data.mixture=TASK`. If a task does not define an objective, choose one with `--set
+data.objective=NAME`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def default() -> Experiment:
 
 
 def t5_1_0_base() -> Experiment:
-    """Pre-trains T5 1.0 base on C4, which has ungated feed-forward layers and tied embeddings."""
+    """Pre-trains T5 1.0 base, with ungated feed-forward layers and tied embeddings, on C4."""
     return _pretrain(t5(T5_1_0["base"], gated=False, dtype="auto", scan=True))
 
 
@@ -52,7 +53,7 @@ def t5_1_1_base() -> Experiment:
 
 
 def rv_base() -> Experiment:
-    """Pre-trains a Random + Vanilla Synthesizer of T5 1.1's base size on C4."""
+    """Pre-trains a Random + Vanilla Synthesizer with the size of T5 1.1 base on C4."""
     return _pretrain(_synthesizer("rv"))
 
 
@@ -62,7 +63,7 @@ def laptop() -> Experiment:
 
 
 def rv_laptop() -> Experiment:
-    """Pre-trains a Random + Vanilla Synthesizer of the size of `laptop` on WikiText-2."""
+    """Pre-trains a small Random + Vanilla Synthesizer with the sizes of `laptop` on WikiText-2."""
     return _laptop("rv")
 
 
@@ -74,7 +75,7 @@ def _synthesizer(variant: str) -> EncoderDecoder:
 
 
 def _laptop(variant: str) -> Experiment:
-    """Returns the pre-training of a small model, whose self-attention is a variant like ``rv``."""
+    """Returns an experiment that pre-trains a small model with a variant, such as ``rv``."""
     self_attention = alignment(variant, head_dim=LAPTOP.head_dim, max_length=128)
     return Experiment(
         model=t5(LAPTOP, encoder=self_attention, dtype="auto"),
@@ -97,7 +98,7 @@ def _laptop(variant: str) -> Experiment:
 
 
 def _pretrain(model: EncoderDecoder) -> Experiment:
-    """Returns T5's pre-training of a model on C4."""
+    """Returns an experiment that pre-trains a model on C4 with the settings of T5."""
     return Experiment(
         model=model,
         vocabulary=SentencePiece("spiece.model"),

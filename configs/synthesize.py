@@ -1,22 +1,25 @@
 """Turn a trained T5 into a Synthesizer without dot products in its encoder.
 
-The teacher may be any run of an encoder-decoder with attention, including a converted run:
+The teacher may be any run whose model is an encoder-decoder with attention. For example, it may be
+converted from another library:
 
     synthesizer-jax distill synthesize:random --teacher runs/t5 --workdir runs/random \\
         --data-dir DATA --set replace.0.by.max_length=512
 
 There are three phases:
 
-1. The tables are fitted to the teacher's mean attention on `fit_batches` batches, by maximum
-   likelihood.
-2. Each new layer is trained to give the outputs of the teacher's layer for the same inputs.
+1. The tables of attention logits are fitted to the teacher's mean attention on `fit_batches`
+  batches, by maximum likelihood.
+2. Each new attention layer is trained to return the same outputs as the teacher's layer for the
+  same inputs.
 3. The whole model is trained on the task, in the run `WORKDIR/fine_tuned`.
 
-All other parts of the teacher are kept. A mixture that contains the dot product needs no
-distillation: `synthesizer-jax convert RUN DIR --encoder rv` makes a model that computes the same as
-RUN.
+All other layers and parameters of the teacher are kept. A mixture that still contains the dot
+product needs no distillation. For example, `synthesizer-jax convert RUN DIR --encoder rv` makes a
+model with the same outputs as the model of RUN.
 
-Hardware and time: as for training the teacher for the same number of steps.
+Hardware and time: distillation needs about as much as training the teacher for the same number of
+steps.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def factorized_random() -> Distillation:
 
 
 def relative() -> Distillation:
-    """Replaces the encoder's self-attention with a logit for each bucket of distances.
+    """Replaces the encoder's self-attention logits with a learned logit for each relative distance.
+
+    As in T5's relative bias, long distances share a logit.
 
     The logits are added to the relative bias of the teacher, which is kept.
     """
@@ -65,7 +70,7 @@ def relative() -> Distillation:
 
 
 def gaussian() -> Distillation:
-    """Replaces the encoder's self-attention with a Gaussian with a learned center and width.
+    """Replaces the encoder's self-attention with Gaussians of learned center and width.
 
     Each head has a center and a width. The logits are added to the relative bias of the teacher,
     which is kept.
@@ -74,7 +79,7 @@ def gaussian() -> Distillation:
 
 
 def _synthesize(alignment: Alignment) -> Distillation:
-    """Returns the distillation of an alignment in all self-attention layers of the encoder."""
+    """Returns a distillation that uses an alignment in all self-attention layers of the encoder."""
     return Distillation(
         replace=(Replacement(alignment),),
         training=_training(DISTILL_STEPS),
@@ -84,7 +89,7 @@ def _synthesize(alignment: Alignment) -> Distillation:
 
 
 def _training(steps: int) -> Training:
-    """Returns AdamW with a warm-up over 5% of the steps and a cosine decay."""
+    """Returns training settings: AdamW with a warm-up over 5% of the steps and a cosine decay."""
     schedule = Cosine(1e-3, total_steps=steps, warmup_steps=steps // 20)
     return Training(
         steps=steps, optimizer=AdamW(learning_rate=schedule), log_every=50, save_every=steps

@@ -1,4 +1,4 @@
-"""A simulated Google Cloud Storage, for programs that start with `Buckets.environment`."""
+"""Simulates Google Cloud Storage for programs that use the environment `Buckets.environment`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Buckets:
-    """Objects by ``bucket/name``, served over HTTP. The only bucket is named ``bucket``."""
+    """Stores objects by ``bucket/name`` and serves them over HTTP.
+
+    The only bucket is named ``bucket``.
+    """
 
     def __init__(self) -> None:
-        self.objects: dict[str, tuple[int, bytes]] = {}  # each with its generation
+        self.objects: dict[str, tuple[int, bytes]] = {}  # content and generation of each object
         self.generations = itertools.count(1)
         self.lock = threading.RLock()
         handler = type("Handler", (_Handler,), {"store": self})
@@ -29,10 +32,11 @@ class Buckets:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables with which a program uses these buckets instead of Google's."""
+        """Environment variables that make a program use these buckets instead of Google's."""
         address = f"http://127.0.0.1:{self.server.server_address[1]}"
         return {
-            # This works without TensorFlow, whose file system only knows Google's servers.
+            # TensorFlow's file system knows only Google's servers, so do not use TensorFlow for
+            # paths.
             "EPATH_USE_TF": "false",
             "TENSORSTORE_GCS_HTTP_URL": address,
             "STORAGE_EMULATOR_HOST": address,
@@ -48,7 +52,7 @@ class Buckets:
             self.objects[name] = next(self.generations), data
 
     def names(self, prefix: str = "") -> list[str]:
-        """Returns the sorted names of the objects."""
+        """Returns the sorted names of all objects with a prefix."""
         with self.lock:
             return sorted(name for name in self.objects if name.startswith(prefix))
 
@@ -60,13 +64,13 @@ class Buckets:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The part of the JSON interface that gcsfs and TensorStore use."""
+    """Implements the part of Google's JSON API that gcsfs and TensorStore use."""
 
     protocol_version = "HTTP/1.1"
     store: Buckets
 
     def log_message(self, *_: object) -> None:
-        """Prints no log of requests."""
+        """Suppresses the log of requests."""
 
     def respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -113,9 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def matches(self, name: str, query: dict[str, str]) -> bool:
-        """Returns whether an object has the generation that a request asks for.
+        """Returns whether an object's generation is the one that a request asks for.
 
-        If it does not, this also answers the request with an error.
+        If the generation differs, the method also answers the request with an error.
         """
         generation = self.store.objects.get(name, (0, b""))[0]
         if int(query.get("ifGenerationMatch", generation)) != generation:
@@ -167,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, {"items": items, "prefixes": sorted(prefixes)})
 
     def upload(self, query: dict[str, str], body: bytes) -> None:
-        if query["uploadType"] == "multipart":  # a description and the data
+        if query["uploadType"] == "multipart":  # the metadata and the data
             boundary = self.headers["Content-Type"].partition("boundary=")[2].strip("\"'").encode()
             described, body = (
                 part.partition(b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n")[2]

@@ -1,4 +1,4 @@
-"""Fixtures that all tests share."""
+"""Defines the fixtures that all tests share."""
 
 import atexit
 import gc
@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # If the tests run in the background of a shell, programs that they start would ignore Ctrl-C.
+    # A shell makes background programs ignore Ctrl-C. The programs that tests start would inherit
+    # this, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # names of models must not cause downloads
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests must not download models
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # All workers and their child processes share one cache, because they train the same tiny
-    # models. It is not the user's cache. TESTS_CACHE names a directory in which it is kept for
-    # later runs.
+    # All pytest workers and their child processes share one cache of compiled programs, because
+    # they train the same tiny models. The user's cache is not used. If TESTS_CACHE names a
+    # directory, the cache is kept there for later runs.
     CACHE = os.environ.get("TESTS_CACHE")
     if CACHE is None:
         CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
@@ -39,12 +40,11 @@ FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not OPTIMIZED:
     FLAGS.append("--xla_backend_optimization_level=0")
 if not OPTIMIZED and jax.__version_info__ < (0, 11):
-    # Compiling takes half the time without MLIR for fusions and without threads, of which there
-    # would be as many as cores. Later versions of XLA do not know the first flag and would end the
-    # process.
+    # Without MLIR for fusions and without multithreading, compiling takes half the time. Later
+    # versions of XLA do not know the first flag and would abort the process.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))  # read when the first program is compiled
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))  # XLA reads it at the first compilation
 
 gc.set_threshold(50_000)
 """Tracing makes many objects that live on: Python's 700 cost a twelfth of the time."""
@@ -62,13 +62,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def snippets(page: str) -> list[str]:
-    """Returns the blocks of Python code of a page."""
+    """Returns all blocks of Python code on a page of the documentation."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
 
 
 def run_page(page: str) -> dict[str, Any]:
     """Runs the Python code of a page in order, and returns the names that it defines."""
-    # `register` needs `__name__` to tell two classes with the same name apart.
+    # `register` uses `__name__` to distinguish two classes with the same name.
     names = {"__name__": pathlib.Path(page).stem}
     for block in snippets(page):
         exec(block, names)
@@ -77,7 +77,7 @@ def run_page(page: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Drops compiled programs before a process has too many of them."""
+    """Clears JAX's caches before a process holds too many compiled programs."""
     yield
     if next(TESTS) % 10 or not MAPPINGS.exists():
         return
@@ -87,9 +87,9 @@ def room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A tenth of the synthetic data sets, prepared once for all processes.
+    """A tenth of the synthetic data sets, prepared once for all test processes.
 
-    Tests must not change them.
+    Tests must not change these data sets.
     """
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.preparation import synthetic
@@ -100,7 +100,7 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         place = place.parent
     path = place / "synthetic"
     with filelock.FileLock(place / "synthetic.lock"):
-        if not list(path.glob("prepared/*/mixtures/*.json")):  # this file is written last
+        if not list(path.glob("prepared/*/mixtures/*.json")):  # the last file that is written
             from synthesizer_jax.preparation.prepare import prepare
 
             with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +114,7 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def real_data() -> pathlib.Path:
-    """The folder of original GLUE and SuperGLUE files, if the machine has it."""
+    """The folder with the original files of GLUE and SuperGLUE. Tests are skipped without it."""
     folder = pathlib.Path(os.environ.get("SYNTHESIZER_REAL_DATA", ROOT.parent / "shared" / "data"))
     if not (folder / "glue").is_dir():
         pytest.skip("the original GLUE and SuperGLUE files are not on this machine")

@@ -1,4 +1,4 @@
-"""The environment of processes that tests start."""
+"""Starts Python processes for tests, and prepares their environment variables."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ for command in json.load(open(sys.argv[1])):
 
 
 def python(*words: object, code: int = 0, **options) -> subprocess.CompletedProcess:
-    """Runs Python in a process, and checks its exit code."""
+    """Runs Python in a new process, and checks its exit code."""
     ended = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True, **options
     )
@@ -37,7 +37,7 @@ def python(*words: object, code: int = 0, **options) -> subprocess.CompletedProc
 
 
 def without_devices() -> dict[str, str]:
-    """Returns the environment of the tests, without the number of simulated devices."""
+    """Returns this process's environment variables, without the number of simulated devices."""
     own = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = own["XLA_FLAGS"].split()
     return {**own, "XLA_FLAGS": " ".join(f for f in flags if "device_count" not in f)}

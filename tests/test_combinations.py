@@ -1,4 +1,4 @@
-"""Random combinations have settings that exist, and the same number gives the same combination."""
+"""Tests that random combinations have valid settings, and depend only on their number."""
 
 import re
 import sys

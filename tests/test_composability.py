@@ -1,4 +1,7 @@
-"""All routes of `attend`, `dot_product_attention` and a layer under JAX's transformations."""
+"""Tests attention functions and a layer under JAX's transformations.
+
+The functions are all routes of `attend`, and `dot_product_attention`.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ compiled = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 
 
 def by_route(name: str, terms: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Returns a function that calls `attend` with one route.
+    """Returns a function that calls `attend` with a given route.
 
-    `terms` makes the terms from parameters and values.
+    The argument `terms` is a function that makes the terms from parameters and values.
     """
     return lambda parameters, x, mask: attend(
         terms(parameters, x), x, mask=mask, q_length=LENGTH, implementation=name
@@ -70,7 +73,7 @@ DROP_INS = [name for name in LAYERS if name != "Attention"]
 
 
 class Subject:
-    """A function or a layer with arguments, and its results in float64."""
+    """A function or a layer under test, its arguments, and its results in float64."""
 
     def __init__(self, name: str):
         self.layer = LAYERS.get(name)
@@ -100,7 +103,7 @@ class Subject:
 
     @functools.cached_property
     def expected(self) -> Any:
-        """The loss and its gradient in float64."""
+        """The expected loss and gradient, computed in float64."""
         return self.in_float64(*self.arguments)
 
     @functools.cached_property
@@ -109,7 +112,7 @@ class Subject:
 
     @property
     def both(self) -> Any:
-        """The arguments except the parameters, for both batches."""
+        """The arguments of both batches, without the parameters."""
         return jax.tree.map(lambda *x: jnp.stack(x), self.arguments[1:], self.others[1:])
 
     def in_float64(self, *arguments: Any) -> Any:
@@ -117,7 +120,7 @@ class Subject:
             return jax.tree.map(np.asarray, self.compiled(*cast(arguments, np.float64)))
 
     def moved(self, direction: Any, step: float) -> Any:
-        """Returns loss and gradient in float64, with parameters and x moved in a direction."""
+        """Returns the float64 loss and gradient after moving parameters and x along a direction."""
         at = cast(self.arguments[:2], np.float64)
         rest = self.arguments[2:]
         return self.in_float64(*jax.tree.map(lambda x, d: x + step * d, at, direction), *rest)
@@ -127,10 +130,10 @@ class Subject:
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """Returns NumPy arrays. Floating-point arrays get another dtype."""
+    """Converts a tree to NumPy arrays, and casts its floating-point arrays."""
 
     def convert(x):
-        """Returns an array, with another dtype if it has floating-point numbers."""
+        """Converts an array to NumPy, and casts it if it has floating-point numbers."""
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(lambda x: convert(np.asarray(x)), tree)
@@ -142,7 +145,10 @@ def dot(one: Any, other: Any) -> float:
 
 
 def near(actual: Any, expected: Any, bound: float = 2e-5) -> None:
-    """Compares arrays by the norm of their difference, relative to the expected norm or 1."""
+    """Compares arrays by the norm of their difference, relative to the expected norm.
+
+    If the expected norm is less than 1, the absolute norm of the difference counts.
+    """
     for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert x.shape == y.shape
@@ -156,7 +162,7 @@ def vmap(s: Subject) -> None:
 
 
 def grad(s: Subject) -> None:
-    """The gradient equals the gradient in float64 and finite differences in float64."""
+    """The gradient equals the float64 gradient and float64 finite differences."""
     near(s.compiled(*s.arguments), s.expected)
     direction = s.direction(3)
     slope = (s.moved(direction, STEP)[0] - s.moved(direction, -STEP)[0]) / (2 * STEP)
@@ -175,13 +181,13 @@ def jvp(s: Subject) -> None:
 
 
 def hessian(s: Subject) -> None:
-    """`jax.hessian` along two directions equals finite differences of the gradient in float64."""
+    """`jax.hessian` along two directions equals finite differences of the float64 gradient."""
     directions = s.direction(3), s.direction(5)
     at, rest = s.arguments[:2], s.arguments[2:]
 
     def along(steps: jax.Array) -> jax.Array:
         def move(x, one, other):
-            """Moves an array in two directions."""
+            """Moves an array along two directions."""
             return x + steps[0] * one + steps[1] * other
 
         return s.loss(*jax.tree.map(move, at, *cast(directions, np.float32)), *rest)
@@ -199,7 +205,7 @@ def checkpoint(s: Subject) -> None:
 
 
 def scan(s: Subject) -> None:
-    """The gradient of the losses of two batches, summed by `jax.lax.scan`, is the same."""
+    """If `jax.lax.scan` sums the losses of two batches, the gradient is the same."""
 
     def of_both(parameters: Any, xs: jax.Array, *rest: jax.Array) -> jax.Array:
         def step(total, arguments):
@@ -216,7 +222,7 @@ def scan(s: Subject) -> None:
 
 
 def pmap(s: Subject) -> None:
-    """The gradients of two devices, each with half of the examples, add up to the gradient."""
+    """The gradients of two devices with half of the examples each add up to the full gradient."""
     parameters, *rows = s.arguments
     halves = [x.reshape(2, BATCH // 2, *x.shape[1:]) for x in rows]
     mapped = jax.pmap(s.gradient, in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
@@ -226,7 +232,7 @@ def pmap(s: Subject) -> None:
 
 
 def shard_map(s: Subject) -> None:
-    """The gradient is the same with the default `check_vma=True`."""
+    """Under `jax.shard_map` with its default `check_vma=True`, the gradient is the same."""
 
     def spread(*arguments: Any) -> jax.Array:
         def own(*arguments):
@@ -240,7 +246,7 @@ def shard_map(s: Subject) -> None:
 
 
 def explicit_mesh(s: Subject) -> None:
-    """The mesh axis ``data`` divides the examples, and layers also divide their heads."""
+    """The gradient is the same on a mesh that shards examples and, in layers, also heads."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         parameters, *rows = s.arguments
@@ -251,7 +257,10 @@ def explicit_mesh(s: Subject) -> None:
 
 
 def mesh_of_types(s: Subject) -> None:
-    """The explicit mesh axes are only in the types of the arguments. No mesh is set."""
+    """The gradient is the same if only the types of the arguments contain the explicit mesh.
+
+    `jax.set_mesh` is not called.
+    """
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
     parameters, *rows = s.arguments
     spread = jax.device_put(rows, NamedSharding(mesh, P("data")))
@@ -261,7 +270,7 @@ def mesh_of_types(s: Subject) -> None:
 
 
 def x64(s: Subject) -> None:
-    """With `jax.enable_x64`, float32 arguments give the same gradient in float32."""
+    """With `jax.enable_x64`, float32 arguments still give the same float32 gradient."""
     with jax.enable_x64(True):
         actual = s.compiled(*s.arguments)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(actual))
@@ -284,7 +293,7 @@ COMPOSED = [
 def test_a_function_composes_with_a_transformation(
     transformation: Callable[[Subject], None], name: str
 ) -> None:
-    """The derivatives of a loss are the same as without the transformation."""
+    """The derivatives of a loss are the same with and without a transformation."""
     transformation(subject(name))
 
 

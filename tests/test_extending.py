@@ -1,4 +1,4 @@
-"""The code of docs/extending.md, and training with its optimizer, schedule and mesh axis."""
+"""Runs the code of docs/extending.md, and trains with its optimizer, schedule and mesh axis."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_an_optimizer_and_a_mesh_axis_train_and_are_saved(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             make_mesh(MeshShape(extra=wrong))
-    register_mesh_axis("expert", "mlp")  # a module may be imported twice
+    register_mesh_axis("expert", "mlp")  # registering twice must be allowed
     for names, message in (
         (("tensor", "mlp"), "already a mesh axis 'tensor'"),
         (("chip", "head"), "There is no logical axis 'head', did you mean 'heads'"),

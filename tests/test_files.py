@@ -1,4 +1,4 @@
-"""Files are complete or do not exist."""
+"""Tests that written files are complete or do not exist."""
 
 import errno
 import fcntl
@@ -38,7 +38,7 @@ def test_an_error_leaves_the_old_file_and_links_are_not_followed(tmp_path: pathl
     path.symlink_to(elsewhere)
     with open_atomic(path) as file:
         file.write(b"last")
-        write_atomic(path, "new")  # another host, whose process may have the same id
+        write_atomic(path, "new")  # as if by another host with the same process id
         assert (path.read_text(), elsewhere.read_text()) == ("new", "untouched")
     assert path.read_text() == "last"
 
@@ -59,7 +59,10 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_only_one_of_two_processes_makes_a_directory(tmp_path):
-    """The first one gets it. The second one ends with a sentence about a directory that exists."""
+    """If two processes make the same directory, only the first one succeeds.
+
+    The second process ends with an error, because the directory already exists.
+    """
     path = tmp_path / "new"
     message = r"new already exists, .*\. Choose a new directory"
     with pytest.raises(FileExistsError, match=message), new_directory(path) as second:
@@ -139,8 +142,12 @@ def test_only_files_of_killed_processes_are_removed(tmp_path):
 
 
 def test_interfering_processes_cause_no_error(tmp_path, monkeypatch):
-    """A listed directory is removed by one process, and another one cleans up after a new one."""
-    (tmp_path / ".new-gone").symlink_to(tmp_path / "elsewhere")  # it cannot be opened
+    """Processes that interfere with each other cause no errors.
+
+    One process removes a directory that was just listed. Another process cleans up while a new
+    directory is made.
+    """
+    (tmp_path / ".new-gone").symlink_to(tmp_path / "elsewhere")  # opening it must fail
     mkdir = pathlib.Path.mkdir
 
     def mkdir_and_clean_up(path: pathlib.Path) -> None:

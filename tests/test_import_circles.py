@@ -1,4 +1,4 @@
-"""The check of `make lint` that keeps circles out of the imports between modules."""
+"""Tests the check in `make lint` that finds circular imports."""
 
 import grimp
 import pytest
@@ -8,7 +8,7 @@ from tools.import_circles import import_circles
 
 @pytest.fixture
 def circles(tmp_path, monkeypatch):
-    """Returns a function that finds the circles of a package with the given modules."""
+    """Returns a function that makes a package with the given modules and finds its circles."""
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "example"
     folder.mkdir()

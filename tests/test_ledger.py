@@ -1,4 +1,4 @@
-"""The statistics of the ledger, its page, and that all of its runs can be made."""
+"""Tests the statistics and the page of the ledger, and that all its runs can be made."""
 
 import re
 
@@ -26,11 +26,11 @@ def test_systems_are_compared_seed_by_seed():
         name: {str(seed): {"metrics": {"m": x}} for seed, x in enumerate(values)}
         for name, values in scores.items()
     }
-    runs["r:d"]["7"] = {"metrics": {"m": 11.0}}  # the first system does not have this seed
+    runs["r:d"]["7"] = {"metrics": {"m": 11.0}}  # the first system was not run with this seed
     results = {"runs": runs, "speed": {}}
     rows = {row["system"]: row for row in page.rows_of(table, results)}
     assert rows["V"] == {"system": "V", "score": "20.0±5.8"}
-    # A one-sided paired t-test, because R is lower in the paper.
+    # Compare with a one-sided paired t-test, because R is lower in the paper.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
     assert rows["R"]["difference"] == "-1.0±0.3" and rows["R"]["paper"] == "-1.0"
     assert rows["R"]["verdict"] == f"agrees ({1 - p:.3f})"
@@ -38,7 +38,7 @@ def test_systems_are_compared_seed_by_seed():
     assert rows["D"]["verdict"] is None
     counts = page.count_verdicts([table], results)
     assert counts == {"total": 1, "agrees": 1, "contradicts": 0, "undecided": 0}
-    assert page.judge([1.0, 1.1], 1) is None  # two pairs are too few
+    assert page.judge([1.0, 1.1], 1) is None  # two pairs are not enough
 
 
 def test_the_page_is_what_the_ledger_writes():
@@ -75,7 +75,7 @@ def test_figures_follow_the_color_scheme_and_have_a_narrow_form(tmp_path):
         assert "@media (prefers-color-scheme: dark)" in svg and ">there</text>" in svg
         used = set(re.findall(r"var\(--(\w+)", svg))
         assert {"ours", "other", "line", "text"} <= used <= set(figures.COLORS)
-        assert "#0000c" not in svg  # all placeholders became variables
+        assert "#0000c" not in svg  # all placeholders are variables now
         assert "#ffffff" not in svg  # the background is transparent
 
 

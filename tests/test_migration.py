@@ -1,4 +1,4 @@
-"""The code of docs/migration.md runs, and what it converts is T5's attention."""
+"""Tests that the code of docs/migration.md runs, and that its conversion gives T5's attention."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,10 @@ from tests.conftest import run_page
 
 
 def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> np.ndarray:
-    """Raffel et al. 2020, section 2.1, for short rows: bidirectional, 32 buckets up to 128."""
+    """Computes bidirectional T5 attention for short rows (Raffel et al. 2020, section 2.1).
+
+    The relative bias has 32 buckets up to distance 128.
+    """
 
     def split(name):
         """Projects tokens, and divides the result into heads."""

@@ -1,4 +1,4 @@
-"""`MultiHeadAttention` and `attention_fn` compared with Flax's layers and functions."""
+"""Compares `MultiHeadAttention` and `attention_fn` with Flax's layers and functions."""
 
 import functools
 import re
@@ -35,9 +35,9 @@ def pattern(seed: int, *shape: int) -> jax.Array:
 
 
 def value_and_gradients(forward, *arguments):
-    """Returns the value and gradients of a loss, and the output.
+    """Returns the value and the gradients of a loss, and the output.
 
-    Every output has another weight in the loss.
+    The loss gives a different weight to every output.
     """
 
     def loss(*arguments):
@@ -49,7 +49,7 @@ def value_and_gradients(forward, *arguments):
 
 
 def make(library: str, *, flax: bool = False, heads: int = H, **fields):
-    """Returns a layer of ours or of Flax. A layer of NNX already has its parameters."""
+    """Returns one of our layers or of Flax's layers. NNX layers already have their parameters."""
     if library == "linen":
         return (nn if flax else sj).MultiHeadAttention(heads, **fields)
     fields = {"in_features": D, "decode": False, "rngs": nnx.Rngs(0), **fields}
@@ -69,7 +69,7 @@ def applied(layer, *inputs, **options):
 
 
 def functional(layer, *inputs):
-    """Returns the parameters, and a function of parameters and inputs."""
+    """Returns a layer's parameters, and the layer as a function of parameters and inputs."""
     if isinstance(layer, nn.Module):
         return jax.jit(layer.init)(jax.random.key(0), *inputs), layer.apply
     graph, state = nnx.split(layer)
@@ -103,23 +103,26 @@ CASES = {
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_layer_equals_flax(name, library):
-    """Parameters, their initial values, outputs and gradients are equal, also with `DotProduct`."""
+    """Our layer has the same initial parameters, outputs and gradients as Flax's layer.
+
+    The results are also equal with the alignment `DotProduct`.
+    """
     fields, inputs, call = CASES[name]
     initial, flax_apply = functional(make(library, flax=True, **fields), *inputs)
     params = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
 
     def run(f):
-        """Returns value, gradients and output of a function."""
+        """Returns the loss, the gradients and the output of a function."""
         return value_and_gradients(functools.partial(f, **call), params, *inputs)
 
     expected = run(flax_apply)
-    # With an alignment, a query without keys gets zeros.
+    # With an alignment, our output is zero for a query that sees no key, unlike Flax's. Do not
+    # compare these.
     for alignment in [None] if name == "padding queries" else [None, sj.DotProduct()]:
         own, apply = functional(make(library, alignment=alignment, **fields), *inputs)
         jax.tree.map(np.testing.assert_array_equal, own, initial)
         assert jax.tree.map(lambda p: p.dtype, own) == jax.tree.map(lambda p: p.dtype, initial)
-        # The gradient of the keys' bias is zero except for rounding errors, which are large in
-        # bfloat16.
+        # The exact gradient of the keys' bias is zero. In bfloat16, its rounding errors are large.
         close(run(apply), expected, 0.06 if name.startswith("bfloat16") else 5e-6)
 
 
@@ -144,23 +147,26 @@ def test_dropout_equals_flax(broadcast):
 
 
 def test_dropout_in_tiles_has_the_same_rate():
-    """If there are more queries than in a tile, every query draws its own mask."""
+    """Dropout has the same rate if attention is computed in tiles.
+
+    If there are more queries than fit into a tile, every query draws its own dropout mask.
+    """
     rate, length = 0.3, 200
     zeros = jnp.zeros((1, length, 1, 4))
     ones = jnp.ones((1, length, 1, 1))
     drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)
-    kept_share = drop(zeros, zeros, ones)[0, :, 0, 0]  # per query
+    kept_share = drop(zeros, zeros, ones)[0, :, 0, 0]  # for each query
     assert abs(kept_share.mean() - 1) < 0.01 and 0.01 < kept_share.std() < 0.1
     batched = drop(*(jnp.tile(x, (2, 1, 3, 1)) for x in (zeros, zeros, ones)))
     np.testing.assert_allclose(batched, batched[:1, :, :1].repeat(2, 0).repeat(3, 2), rtol=1e-5)
 
 
 def test_dropout_of_an_alignment_is_that_of_t5():
-    """A key is dropped for all queries of an example and head, or for none of them."""
+    """An alignment's dropout is T5's: a key is dropped for all queries of a head or for none."""
     x = tokens(0, B, Q, D)
     fields = {"alignment": sj.Random(8), "dropout_rate": 0.5}
     module = make("nnx", heads=1, **fields)
-    module.align.table[...] *= 0  # uniform weights: the outputs of all queries are equal
+    module.align.table[...] *= 0  # with uniform weights, all queries have the same output
     y = module(x, deterministic=False)
     np.testing.assert_allclose(y, y[:, :1].repeat(Q, 1), atol=1e-6)
     assert np.any(np.abs(y - module(x, deterministic=True)) > 1e-3)
@@ -178,9 +184,9 @@ ALIGNMENTS = {
 
 @pytest.mark.parametrize("name", ["none", *ALIGNMENTS])
 def test_alignments_equal_attention_and_steps_the_full_pass(name):
-    """Linen equals `Attention`, and NNX equals Linen.
+    """With alignments, the layers equal `Attention`, and decoding steps equal the full pass.
 
-    The decoding steps of both equal the full pass.
+    The Linen layers are compared with `Attention`, and the NNX layers with the Linen layers.
     """
     alignment = ALIGNMENTS.get(name)
     x = tokens(0, B, Q, 10)
@@ -242,9 +248,11 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
 @pytest.mark.parametrize("alignment", [None, sj.Random(Q)], ids=["dot product", "Random"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
-    """A prefix may be longer than the decoded tokens, or padding masked.
+    """Parts of a mask for positions that are not decoded yet have no effect.
 
-    A full cache is an error.
+    For example, a prefix may be longer than the decoded tokens, or padding may be masked.
+
+    Decoding into a full cache is an error.
     """
     x = tokens(0, B, 2, D)
     layer = make(library, alignment=alignment, decode=True)
@@ -370,14 +378,14 @@ def test_errors_equal_flax(library, alignment):
         layer.init_cache((B, Q, D))
 
         def step(x):
-            """Makes a decoding step."""
+            """Makes one decoding step."""
             return layer(x, decode=True, **quiet)
     else:
         layer = layer.copy(decode=True)
         variables = layer.init(jax.random.key(0), x, **quiet)
 
         def step(x):
-            """Makes a decoding step."""
+            """Makes one decoding step."""
             return layer.apply(variables, x, mutable=["cache"], **quiet)
 
     for tokens_of_a_step in (x, x[:1, :1]):
@@ -403,7 +411,7 @@ def test_attention_fn_in_flaxs_layers_with_a_bias(library):
     flax_attention = {"linen": nn, "nnx": nnx}[library].dot_product_attention
 
     def of(f, bias):
-        """Returns Flax's layer with an attention function and a bias."""
+        """Returns Flax's layer with the given attention function and bias."""
         return make(library, flax=True, attention_fn=functools.partial(f, bias=bias))
 
     expected, _ = applied(of(flax_attention, table), x, y, mask=mask)
@@ -424,7 +432,10 @@ def test_a_bias_may_be_terms():
     "options", [{"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, {"precision": "highest"}]
 )
 def test_long_inputs_need_no_array_of_all_weights(options):
-    """Neither the weights nor the gradients of a shared bias exist for all examples at once."""
+    """Long inputs need no array with the attention weights of all examples.
+
+    The gradients of a shared bias are not stored for each example, either.
+    """
     batch, length = 3, 384
     x, table = tokens(0, batch, length, H, 4), tokens(1, H, length, length)
     mask = pattern(2, batch, 1, 1, length)
@@ -440,7 +451,7 @@ def test_long_inputs_need_no_array_of_all_weights(options):
     if not options.get("dropout_rate"):
 
         def flax_loss(x, table):
-            """Returns the sum of the outputs of Flax's function."""
+            """Returns the sum of the outputs of Flax's attention function."""
             return nn.dot_product_attention(x, x, x, table, mask).sum()
 
         close(gradients(x, table), jax.jit(jax.grad(flax_loss, argnums=(0, 1)))(x, table), 1e-5)

@@ -1,4 +1,4 @@
-"""Layers and models as NNX modules, compared with Linen's and Flax's own."""
+"""Compares our NNX layers and models with our Linen modules, and with Flax's own NNX modules."""
 
 import inspect
 import pickle
@@ -218,7 +218,7 @@ def test_a_users_model_trains_and_splits():
 
     losses = [float(step(net, optimizer)) for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0] and int(net.mix.rngs.count[...]) == 30
-    # A clone and a merged copy continue from the streams' positions.
+    # A clone and a merged copy continue the random streams from their current positions.
     copies = [nnx.clone(net), nnx.merge(*nnx.split(net, nnx.Param, ...))]
     np.testing.assert_array_equal(*(copy(x) for copy in copies))
     gradients = [
@@ -238,7 +238,7 @@ def test_vmap_and_scan_over_layers():
     layers = create(nnx.Rngs(0))
     metadata = layers.out["kernel"].get_metadata("out_sharding")
     assert metadata == ("layers", "heads", "kv", "embed")
-    for _ in range(2):  # the classes do not change
+    for _ in range(2):  # the classes do not change on conversion
         assert "Attention Summary" in nnx.tabulate(make_layer(nnx.Rngs(0)), X)
 
     @nnx.jit
@@ -273,7 +273,7 @@ def test_weights_of_a_model_inside_a_compiled_function():
         np.testing.assert_allclose(sown[path][0], weights, atol=1e-5)
     layer = make_layer(nnx.Rngs(0))
     with pytest.warns(DeprecationWarning, match="nnx.capture"):
-        layer(X, sow_weights=True)  # without `capture`, the module stores them
+        layer(X, sow_weights=True)  # without `capture`, the module stores the weights
     assert len(nnx.pop(layer, nnx.Intermediate)["attention_weights"]) == 1
     assert set(snnx.linen_variables(layer)) == {"params"}
     with pytest.raises(ValueError, match="DynamicConvolution: sow_weights is True, but"):
@@ -335,7 +335,7 @@ def test_parameters_are_made_sharded_under_a_mesh_and_rules(kind):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
 
     def make():
-        """Returns a layer with a table."""
+        """Returns a layer with a learned table."""
         return make_layer(nnx.Rngs(0), alignment=sj.Random(max_length=8))
 
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
@@ -357,6 +357,6 @@ def test_parameters_are_made_sharded_under_a_mesh_and_rules(kind):
     kernel = abstract.encoder["layers_0"]["mlp"]["wo"]["kernel"].get_value()
     assert isinstance(kernel, jax.ShapeDtypeStruct)
     assert kernel.sharding.spec == PartitionSpec("tensor", "fsdp")
-    # A mesh whose axes have other names must not cause an error.
+    # A mesh whose axes have unknown names must not cause an error.
     with jax.set_mesh(mesh):
         nnx.Optimizer(make(), optax.sgd(1.0), wrt=nnx.Param)

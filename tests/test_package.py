@@ -1,4 +1,4 @@
-"""Imports, the code in README and docs, and the lists of the command line."""
+"""Tests imports, the code in README and docs, and the lists that the command line prints."""
 
 import ast
 import importlib
@@ -59,7 +59,10 @@ def test_every_package_that_imports_names_lists_them():
 
 
 def test_the_root_imports_every_public_name_from_where_it_is_declared():
-    """Type checkers read the same imports that the first use of a name does."""
+    """The package imports every public name from the module that declares it.
+
+    Type checkers see the same imports as those that the first use of a name makes.
+    """
     declared = {
         name: module for module, names in imported_names("synthesizer_jax") for name in names
     }
@@ -115,7 +118,7 @@ print(*sys.modules)
 
 
 def rooms_of(modules):
-    """The packages directly in synthesizer_jax to which modules belong."""
+    """Returns the top-level subpackages of synthesizer_jax to which the given modules belong."""
     names = [name.split(".") for name in modules]
     return {name[1] for name in names if name[0] == "synthesizer_jax" and len(name) > 1}
 
@@ -133,7 +136,10 @@ def test_a_loaded_run_brings_nothing_that_it_was_trained_with(tmp_path):
 
 
 def test_a_folder_of_transformers_is_loaded_without_optimizers(tmp_path):
-    """Also one with adapters, whose configuration is that of a training run."""
+    """Loading a transformers folder does not import optimizers.
+
+    The test includes a folder with adapters, whose configuration describes a training run.
+    """
     config = folders.TINY | folders.UNTIED
     tensors = folders.make_tensors(config)
     base = folders.make_folder(tmp_path / "base", config, tensors)
@@ -208,7 +214,7 @@ model.apply(variables, x)
 
 @pytest.mark.parametrize("method", ["Compact", "Setup", "Block"])
 def test_no_first_use_makes_modules_that_become_children_of_the_callers(method):
-    """Using a name or a module for the first time imports others lazily, but makes no children."""
+    """The first use of a name inside a Flax module imports lazily, but adds no children to it."""
     assert set(python("-c", FIRST_USES, method).stdout.splitlines()) <= {"[]"}
 
 
@@ -246,7 +252,7 @@ def test_the_gpu_tables_are_what_their_script_writes(tmp_path):
 
 def test_the_page_of_tasks_names_every_mixture():
     page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
-    # Mixtures of other tests have other tasks.
+    # Skip the mixtures that other tests have registered, which contain other tasks.
     own = {n: rates for n, rates in MIXTURES.items() if all(task in page for task in rates)}
     assert len(own) >= 15 and [name for name in own if f"`{name}`" not in page] == []
 

@@ -1,4 +1,4 @@
-"""Pages need no other files, show what runs have logged, and escape texts from elsewhere."""
+"""Tests that report pages are self-contained, show what runs have logged, and escape texts."""
 
 import html
 import json
@@ -35,7 +35,8 @@ SEEN = [r"$\frac{$", r"nul\x00 bell\x07", r"over\u202eride\u2066", *ODD[3:]]
 def logged(directory, records=(), *, seed=0, answers=(), **scores):
     """Makes the directory of a run.
 
-    Its newest evaluation has the given scores and answers. More records follow it in the log.
+    The newest evaluation has the given scores and answers. More records follow the evaluation in
+    the log.
     """
     directory.mkdir()
     whole = experiment()
@@ -55,14 +56,17 @@ def logged(directory, records=(), *, seed=0, answers=(), **scores):
 
 
 def report(*runs, output):
-    """Returns the rows of the printed table, and the page."""
+    """Makes a report. Returns the rows of the printed table, and the page."""
     said = commands.call("compare", *runs, "--output", output)
     rows = [line.replace("│", " ").split() for line in said.splitlines() if "glue_" in line]
     return rows, output.read_text(encoding="utf-8")
 
 
 def rows_of(page, heading):
-    """Returns the cells of the table under a heading, each with its class, text and note."""
+    """Returns the cells of the table under a heading.
+
+    A cell consists of its class, text and note.
+    """
     section = page.partition(f">{heading}</")[2].partition("</section>")[0]
     cell = r'<td[^>]*>(?:<span(?: class="(\w+)")?>)?([^<]*)(?:</span>)?(?:<small>(.*?)</small>)?'
     rows = re.findall(r"<tr>(.*?)</tr>", section, flags=re.S)
@@ -86,11 +90,11 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     shown = rows_of(page, "Scores on held-out examples")
     assert shown[0] == [("", "glue_rte", "accuracy"), ("", "61.0", ""), ("", "61.0", "")]
     assert shown[-1] == [("", "all tasks", "loss ↓"), ("", "1.500", ""), ("", "1.500", "")]
-    # The median and the quartiles.
+    # The table shows the median and the quartiles.
     assert rows_of(page, "Size and speed")[0][4][1:] == ("6.0", "5.0 to 7.0")
     assert "Answers" not in page and "Settings" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
-    assert page.count("<svg") == 2  # the loss, and what was evaluated twice
+    assert page.count("<svg") == 2  # the loss and the score, which has two values
     assert page.count("<section>") == page.count("</section>")
     links = re.findall(r'(?:src|href)="(.*?)"', page)
     assert all(link.startswith(("#", "data:")) for link in links)
@@ -104,15 +108,15 @@ def test_a_run_without_logs_gives_one_sentence(tmp_path):
     ):
         report(tmp_path, output=output)
     assert not output.exists()
-    # The curve is the one of training, because there is no other.
+    # The page shows the curve of the training loss, because there is no other curve.
     assert "Curves" in report(young, output=output)[1]
     (young / METRICS_FILE).unlink()
     with pytest.raises(ValueError, match=r"has logged nothing\. Train the run, or measure it"):
         report(young, output=output)
-    # The results of `eval` are enough, as for a converted model.
+    # A run that has only results of `eval`, such as a converted model, can also be reported.
     task = {"task": "glue_rte", "metrics": {"accuracy": 63.0}, "loss": None}
     results = json.dumps({"step": 2, "tasks": [task], "score": 63.0})
-    for name in ("2", "5_old"):  # a copy by the user is not read
+    for name in ("2", "5_old"):  # a user's copy is ignored
         (young / "evaluation" / name).mkdir(exist_ok=True)
         (young / "evaluation" / name / "results.json").write_text(results)
     assert report(young, output=output)[0] == [["glue_rte", "accuracy", "63.0"]]
@@ -131,7 +135,7 @@ def test_a_run_with_adapters_has_the_size_of_its_model(tmp_path):
     plain = experiment(encoder())
     save(tmp_path / "base", plain)
     run = logged(tmp_path / "lora")
-    adapters = LoRA(rank=3, targets="encoder/layers_0/mlp/wo/kernel")  # 16 inputs and 8 outputs
+    adapters = LoRA(rank=3, targets="encoder/layers_0/mlp/wo/kernel")  # maps 16 inputs to 8 outputs
     training = replace(plain.training, adapters=adapters)
     save(run, replace(plain, training=training, init_from=str(tmp_path / "base")))
     size = sum(x.size for x in jax.tree.leaves(Trainer(plain).layout.abstract.params))
@@ -196,7 +200,7 @@ def test_answers_that_differ_come_first_and_any_text_is_shown_unchanged(tmp_path
     low, high = scipy.stats.binomtest(1, 2).proportion_ci(method="wilson")
     shown = rows_of(page, "Scores on held-out examples")[0]
     assert shown[1][2] == f"{100 * low:.1f} to {100 * high:.1f}"
-    # Any text is escaped.
+    # The page escapes any text.
     odd = {"input": " ".join(ODD), "target": "b", "prediction": " ".join(ODD)}
     run = logged(tmp_path / "odd", answers=[odd], **{"rte/accuracy": 61.0})
     system = replace(read_systems([run])[0], name=" ".join(ODD))
@@ -204,7 +208,7 @@ def test_answers_that_differ_come_first_and_any_text_is_shown_unchanged(tmp_path
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     text = html.unescape(page)
     assert "<script" not in page and all(expected in text for expected in SEEN)
-    assert rf">{SEEN[0]} nul" in text  # in the legend of the chart
+    assert rf">{SEEN[0]} nul" in text  # shown in the chart's legend
     assert not re.search("[\0-\x08\x0e-\x1f\u202a-\u202e\u2066-\u2069]", text)
 
 

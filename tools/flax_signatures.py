@@ -1,9 +1,9 @@
-"""Shows the constructors of Flax modules in the reference.
+"""Adds the constructors of Flax modules to the API reference.
 
 Flax makes the constructor of a module from its fields when the module is imported. Griffe reads the
-source of the package instead of importing the package. Griffe therefore finds no constructor for
-Linen modules. For NNX modules, Griffe finds only the constructor of `LinenModule`, whose arguments
-are the fields of another class.
+source of the package instead of importing it, so it finds no constructors for Linen modules. For
+NNX modules, Griffe finds only the constructor of `LinenModule`, whose arguments are the fields of
+another class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NNX_MODULE = "synthesizer_jax.nnx.module.LinenModule"
 
 
 class FlaxSignatures(griffe.Extension):
-    """Adds the constructors that Linen and NNX modules have when they are imported."""
+    """Adds the constructors that Flax creates for Linen and NNX modules at import time."""
 
     def __init__(self) -> None:
         self.linen_classes: dict[str, str] = {}
@@ -28,7 +28,7 @@ class FlaxSignatures(griffe.Extension):
         """The paths of the classes whose own fields are keyword-only arguments."""
 
     def on_class_instance(self, *, node: Any, cls: griffe.Class, **_: Any) -> None:
-        """Records the Linen class of an NNX class, and whether fields are keyword-only."""
+        """Records a class's `linen_class`, and whether the fields of the class are keyword-only."""
         for keyword in node.keywords if isinstance(node, ast.ClassDef) else ():
             value = ast.unparse(keyword.value)
             if keyword.arg == "linen_class":
@@ -37,13 +37,13 @@ class FlaxSignatures(griffe.Extension):
                 self.keyword_only.add(cls.canonical_path)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Sets the constructors when all modules of the package are known."""
+        """Sets all constructors, after Griffe has read all modules of the package."""
         classes = list(_classes(pkg))
         for cls in classes:
             if _is_linen(cls) and "__init__" not in cls.members:
                 _set_constructor(cls, self._fields(cls))
 
-        # The constructor of an NNX module has the fields of its Linen module and these additional
+        # The constructor of an NNX module takes the fields of its Linen module and these additional
         # arguments.
         added = [
             parameter
@@ -59,7 +59,10 @@ class FlaxSignatures(griffe.Extension):
                 _set_constructor(cls, [*fields, *added])
 
     def _fields(self, cls: griffe.Class) -> list[griffe.Parameter]:
-        """Returns the fields of a Linen module as parameters, beginning with those of its bases."""
+        """Returns the fields of a Linen module as parameters.
+
+        The fields of base classes come first.
+        """
         fields = {}
         for ancestor in reversed(_ancestry(cls)):
             kind = griffe.ParameterKind.positional_or_keyword
@@ -77,7 +80,7 @@ class FlaxSignatures(griffe.Extension):
 
 
 def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
-    """Yields the classes that the modules of a package define."""
+    """Yields all classes that are defined in a package's modules."""
     for member in module.members.values():
         if member.is_alias:
             continue
@@ -88,14 +91,14 @@ def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 
 def _ancestry(cls: griffe.Class) -> list[griffe.Class]:
-    """Returns a class and its bases in this package, in the order of attribute lookup."""
+    """Returns a class and its base classes in this package, in method resolution order."""
     return [cls, *cls.mro()]
 
 
 def _is_linen(cls: griffe.Class) -> bool:
     """Returns whether all fields of a Linen module are known.
 
-    All fields are known if `nn.Module` is the module's only base that is a class of Flax.
+    All fields are known if `nn.Module` is the only Flax class from which the module inherits.
     """
     bases = {
         base if isinstance(base, str) else base.canonical_path

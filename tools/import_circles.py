@@ -1,7 +1,7 @@
 """Finds modules of the package that import each other, directly or through other modules.
 
-Imports inside functions count. Imports that only type checkers read also count, because readers of
-the code follow them too. The program prints every circle and fails if there is one:
+Imports inside functions count, too. So do imports that only type checkers read, because readers of
+the code follow them as well. The program prints every circle, and fails if it finds one:
 
 python -m tools.import_circles
 """
@@ -18,16 +18,17 @@ from tools.public_names import PACKAGE
 def import_circles(graph: grimp.ImportGraph) -> list[tuple[str, ...]]:
     """Returns circles of imports, such as ``(a, b, a)`` if the modules a and b import each other.
 
-    Every import that is part of a circle is in at least one of the circles that are returned. A
-    circle is as short as the imports allow. Every circle begins with the alphabetically first of
-    its names.
+    The function does not return all circles. For every import that is part of a circle, it returns
+    a shortest circle that contains the import. A circle begins with the module whose name is
+    alphabetically first.
     """
     circles = set()
     for importer in graph.modules:
         for imported in graph.find_modules_directly_imported_by(importer):
             chain = graph.find_shortest_chain(importer=imported, imported=importer)
             if chain is not None:
-                # The shortest chain leads from the imported module back to the importer.
+                # This chain leads from the imported module back to the importer. Rotate it so that
+                # it begins with its smallest name.
                 first = chain.index(min(chain))
                 circles.add((*chain[first:], *chain[: first + 1]))
     return sorted(circles)

@@ -18,10 +18,10 @@ SECONDS = 120
 
 
 def main() -> None:
-    """Runs all notebooks. The program ends at an error, or if a cell takes too long.
+    """Runs all notebooks. Stops if a cell raises an error or takes too long.
 
-    The temporary directories that notebooks make are deleted, and their paths are removed from the
-    outputs.
+    Temporary directories that a notebook creates are deleted, and their paths are removed from the
+    notebook's outputs.
     """
     os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     for path in sorted(FOLDER.glob("*.ipynb")):

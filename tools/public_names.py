@@ -1,4 +1,4 @@
-"""Finds the public names of the package, which are listed in `__all__` of `__init__.py` files.
+"""Finds the package's public names, which the `__init__.py` files list in `__all__`.
 
 The tool reads the files instead of importing them, because the environment of the documentation has
 neither JAX nor Flax.
@@ -16,7 +16,7 @@ PACKAGE = "synthesizer_jax"
 
 
 def public_names() -> dict[str, list[str]]:
-    """Returns the names in the `__all__` of packages, by the full name of the package.
+    """Returns a dictionary from the full names of packages to the names in their `__all__`.
 
     Raises:
       ValueError: if an `__all__` is computed. Programs that read the source, such as type checkers
@@ -39,7 +39,7 @@ def public_names() -> dict[str, list[str]]:
 
 
 def imported_names(package: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields each module from which a package's `__init__.py` imports, and the imported names."""
+    """Yields each module that a package's `__init__.py` imports from, and the imported names."""
     path = ROOT / package.replace(".", "/") / "__init__.py"
     if not path.exists():
         return
@@ -52,7 +52,7 @@ def names_without_entry(site: pathlib.Path) -> list[str]:
     """Returns the full public names that have no entry in the built reference.
 
     Args:
-      site: the folder of the built site. The HTML id of an entry is the full name.
+      site: the folder of the built site, in which the HTML id of an entry is the full name.
     """
     anchors: set[str] = set()
     for page in (site / "reference").glob("*.html"):

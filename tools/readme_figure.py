@@ -31,7 +31,7 @@ COLUMNS = {4: "forward and backward pass, ms", 7: "temporary memory, MB"}
 
 
 def _read_table(page: str) -> dict[str, list[str]]:
-    """Returns the cells of the table in the page's section, by the name of the row.
+    """Returns the cells of each row in the table of the attention benchmark, by row name.
 
     Args:
       page: the content of `docs/performance.md`.
@@ -48,7 +48,7 @@ def main() -> None:
     colors = [figures.OURS if label.endswith("(ours)") else figures.BASELINE for label in labels]
 
     def draw(narrow: bool) -> Figure:
-        """Returns the figure. In a narrow figure, the panels are below each other."""
+        """Returns the figure, whose panels are stacked vertically if the figure is narrow."""
         figure = Figure(figsize=(4.4, 4.8) if narrow else (9, 2.4), layout="constrained")
         panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
         for axes, (column, label) in zip(panels, COLUMNS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Adds the pages of the repository's root and of the reference to the site (mkdocs.yml)."""
+"""Adds generated pages to the site: the root's pages, the commands and the API reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# MkDocs runs this file as a script, and restores the import path afterwards.
+# MkDocs runs this file as a script, so the import path does not contain the repository's root.
+# MkDocs restores the path afterwards.
 sys.path.insert(0, str(ROOT))
 
 from tools.public_names import (  # noqa: E402
@@ -37,9 +38,9 @@ WIDE = ("performance.md",)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages of the root, and a page for every module that the navigation names.
+    """Adds the pages of the root and the commands, and a page for every module in the navigation.
 
-    The links in the pages of the root are changed to links from docs/.
+    In the root's pages, links are rewritten so that they are relative to docs/.
     """
     for name, page in OF_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -58,8 +59,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str:
     """Changes the links of a page to other pages.
 
-    A link to a page of the root is changed to the name of this page in the site. If the text of a
-    link is the name of a file, the title of the page becomes the text.
+    Links to pages in the repository's root are rewritten, because these pages have other names in
+    the site. If the text of a link is the name of a file, it is replaced by the title of the page.
     """
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
@@ -70,9 +71,9 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: object) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: object) -> str:
-    """Registers the anchors of names, and links full names in code to entries of the reference.
+    """Registers the page's anchors, and turns full names in code into links to the reference.
 
-    For example, the docstrings of NNX classes contain the full names of Linen classes.
+    For example, the docstrings of NNX classes mention Linen classes by their full names.
     """
     for name in re.findall(r'<a id="(synthesizer_jax[\w.]+)"></a>', html):
         config.plugins["autorefs"].register_anchor(page, name)
@@ -91,7 +92,10 @@ def on_post_build(config: Any) -> None:
 
 
 def link(target: str) -> str:
-    """Returns the address in the site for a link target that is relative to the root or docs/."""
+    """Returns the address of a page in the site.
+
+    The target of the link is relative to the repository's root or to docs/.
+    """
     return OF_ROOT.get(target, target)
 
 
@@ -102,7 +106,7 @@ def title(files: Files, page: str) -> str:
 
 
 def pages(nav: Any) -> Iterator[str]:
-    """Yields the pages that a navigation names."""
+    """Yields all pages that are listed in a navigation."""
     if isinstance(nav, str):
         yield nav
     elif isinstance(nav, dict):
@@ -134,7 +138,7 @@ def reference(module: str) -> str:
 
 
 def anchor(name: str) -> str:
-    """Returns an anchor for references to a full name; see `on_page_content`."""
+    """Returns an HTML anchor to which references to a full name can link; see `on_page_content`."""
     return f'<a id="{name}"></a>'
 
 

@@ -20,7 +20,7 @@ The table NAME is written between the lines ``<!-- NAME -->`` and ``<!-- /NAME -
 
 
 def renewed(name: str) -> tuple[pathlib.Path, str]:
-    """Returns the path of the page with a table, and the text of the page with the new table."""
+    """Returns the path and the new text of the page that contains a table."""
     path = DOCS / f"{name}.md"
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     before, _, remainder = path.read_text(encoding="utf-8").partition(begin)

@@ -33,7 +33,10 @@ def tasks_table() -> str:
 
 
 def _section(title: str, tasks: Sequence[Task]) -> Iterator[str]:
-    """Yields the lines of a section. Tasks that differ only in their data set share a row."""
+    """Yields the Markdown lines of a section.
+
+    Tasks that differ only in their data set share a row of the section's table.
+    """
     rows: dict[tuple[str, ...], list[str]] = {}
     for task in tasks:
         rows.setdefault(_cells(task), []).append(f"`{task.name}`")
@@ -49,7 +52,7 @@ HEADERS = ("objective", "metrics", "splits")
 
 
 def _cells(task: Task) -> tuple[str, ...]:
-    """Returns the cells of a task's row in the order of `HEADERS`, without the usual splits."""
+    """Returns the cells of a task's row in the order of `HEADERS`. The usual splits are omitted."""
     names = [name for name, objective in OBJECTIVES.items() if objective == task.objective]
     splits = ", ".join(task.splits)
     return (

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Runs the examples of README.md without extras, and then the quickstart with extras."""
+    """Runs README.md's examples without optional packages, then the quickstart with them."""
     (wheel,) = (ROOT / "dist").glob("*.whl")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     with tempfile.TemporaryDirectory() as place:
@@ -25,7 +25,7 @@ def main() -> None:
             subprocess.run(words, check=True, cwd=place, env=environment)
 
         def install(extras: str) -> None:
-            """Installs the wheel with some extras."""
+            """Installs the wheel together with some optional packages."""
             pip = (python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
             run(*pip, f"{wheel}{extras}")
 

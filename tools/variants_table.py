@@ -56,7 +56,10 @@ def variants_table() -> str:
 
 
 def _make_instance(cls: type[Layer]) -> Layer:
-    """Returns an instance whose required fields have the values of `FIELDS`."""
+    """Returns an instance of a layer class.
+
+    Fields without defaults get their values from `FIELDS`.
+    """
     required = [
         field.name
         for field in dataclasses.fields(cls)
@@ -83,13 +86,16 @@ def _table_row(name: str, cls: type[nn.Module], layer: Mixer) -> str:
 
 
 def _make_causal(layer: Mixer) -> Mixer:
-    """Returns the causal form of a layer for decoders. Some mixers have a field for causality."""
+    """Returns the causal form of a layer, for decoders.
+
+    Some mixers have a field that makes them causal.
+    """
     is_field = "causal" in {field.name for field in dataclasses.fields(layer)}
     return layer.copy(causal=True) if is_field else layer
 
 
 def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
-    """Returns the number of parameters and the number of FLOPs of a forward pass.
+    """Returns a layer's number of parameters, and the number of FLOPs of its forward pass.
 
     Returns None if the layer does not support this use.
     """
@@ -109,7 +115,7 @@ def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
 
 
 def _cache_bytes(layer: Mixer) -> int:
-    """Returns the size of one example's decoding cache in bytes, without its scalars."""
+    """Returns the size in bytes of the decoding cache for one example. Scalars do not count."""
     x = jax.ShapeDtypeStruct((1, 1, D_MODEL), jnp.float32)
 
     def init_cache(x: jax.Array) -> MixerCache:

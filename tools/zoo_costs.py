@@ -1,6 +1,7 @@
-"""Computes the costs of the named models in a minute or two, and writes `costs/zoo.json`.
+"""Computes the costs of all models in the zoo, and writes them to `costs/zoo.json`.
 
-Run ``python -m tools.zoo_costs`` after changing the zoo or what `summarize` counts.
+This takes a minute or two. Run ``python -m tools.zoo_costs`` after changing the zoo, or after
+changing what `summarize` counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
 
 
 def costs(name: str) -> dict[str, JSON]:
-    """Returns the width, the numbers of layers and the costs of a model of `ZOO` as JSON data."""
+    """Returns the width, the numbers of layers and the costs of a model in `ZOO`, as JSON data."""
     model = ZOO[name]()
     lengths = _limit_lengths(model, INPUTS_LENGTH, TARGETS_LENGTH)
     summary = summarize(model, inputs_length=lengths[0], targets_length=lengths[1])
@@ -34,7 +35,7 @@ def costs(name: str) -> dict[str, JSON]:
 
 
 def _limit_lengths(model: TokenModel, *lengths: int) -> list[int]:
-    """Returns the lengths, reduced to the number of positions that all mixers support."""
+    """Limits lengths to the number of positions that all mixers of the model support."""
     limits = [
         fields_of(run.block.self_mixer).get("max_length")
         for stack in stacks_of(model).values()

@@ -100,7 +100,7 @@ def fail(message: str) -> None:
 
 
 class Pod:
-    """A queued resource together with its machines.
+    """A queued resource and the TPU machines that belong to it.
 
     Args:
       args: the options of the command line.
@@ -117,7 +117,8 @@ class Pod:
 
         Args:
           command: the command and its arguments.
-          tries: the maximum number of attempts. New machines refuse the first connections.
+          tries: the maximum number of attempts. More than one is useful, because new machines
+            refuse the first connections.
         """
         if self.args.dry_run:
             print(shlex.join(command))
@@ -134,7 +135,7 @@ class Pod:
         return self.call(self.ssh("all", "all", script), tries=tries)
 
     def ssh(self, node: str, worker: str, script: str) -> list[str]:
-        """Returns the command that runs a script on hosts."""
+        """Returns the SSH command that runs a script on hosts."""
         where = [f"--node={node}", f"--worker={worker}", f"--command={script.strip()}"]
         return [*GCLOUD, "ssh", self.args.name, *self.reach, *where]
 
@@ -147,7 +148,7 @@ class Pod:
         question = [sys.executable, "-I", str(chips), args.type]
         found = subprocess.run(question, stdout=subprocess.PIPE, text=True, check=False)
         if found.returncode:
-            sys.exit(found.returncode)  # the program has printed the existing sizes
+            sys.exit(found.returncode)  # the subprocess has printed the available sizes
         chip, kind, topology, _, usual = found.stdout.split()
         if chip == "tpu7x":
             fail("TPU7x is only available on GKE. See docs/pods.md.")
@@ -170,10 +171,10 @@ class Pod:
             )
 
     def state(self) -> str:
-        """Returns the state of the request.
+        """Returns the state of the queued resource.
 
-        The state is NONE if there is no request, and SUSPENDED if one of the machines is gone. The
-        state is UNKNOWN if gcloud fails.
+        The state is NONE if the queued resource does not exist, and SUSPENDED if one of the
+        machines is gone. The state is UNKNOWN if gcloud fails.
         """
         question = [*GCLOUD, "describe", self.args.name, *self.place, "--format=value(state.state)"]
         machines = ["gcloud", "compute", "tpus", "tpu-vm", "list", *self.place]
@@ -195,7 +196,7 @@ class Pod:
         return found
 
     def wait(self) -> bool:
-        """Waits for the machines, and returns whether they are available."""
+        """Waits until the machines are ready or gone, and returns whether they are ready."""
         before = ""
         while True:
             state = self.state()
@@ -207,7 +208,7 @@ class Pod:
             time.sleep(self.args.poll)
 
     def setup(self) -> bool:
-        """Installs the commit of this checkout on every host, and returns whether it succeeded."""
+        """Installs this checkout's commit on every host, and returns whether that succeeded."""
         archive = CHECKOUT / "build" / f"{self.args.name}.tar.gz"
         if not self.args.dry_run:
             archive.parent.mkdir(exist_ok=True)
@@ -219,7 +220,7 @@ class Pod:
         return self.call(git) and self.call(copy, tries=10) and self.on_hosts(install, tries=3)
 
     def start(self, command: Sequence[str]) -> bool:
-        """Starts a command of the program on every host, and returns whether it succeeded."""
+        """Starts a `synthesizer-jax` command on every host, and returns whether that succeeded."""
         flags = f"LIBTPU_INIT_ARGS={shlex.quote(self.args.flags)} " if self.args.flags else ""
         script = RUN.format(flags=flags, command=shlex.join(command))
         workdir = options_of(command).get("--workdir")
@@ -240,7 +241,7 @@ class Pod:
         return re.findall(r"^run \S+ (\S+)$", answer.stdout, re.MULTILINE)
 
     def watch(self) -> str:
-        """Waits until a run has ended, and returns how the run has ended.
+        """Waits until the run on the machines has ended, and returns how it ended.
 
         Returns:
           "finished", "interrupted", or the exit code of a host that failed.
@@ -264,7 +265,7 @@ class Pod:
             time.sleep(self.args.poll)
 
     def delete(self) -> None:
-        """Deletes the request and its machines."""
+        """Deletes the queued resource and its machines."""
         command = [*GCLOUD, "delete", self.args.name, *self.place, "--force", "--quiet"]
         if not self.call(command, tries=3):
             fail(
@@ -273,14 +274,14 @@ class Pod:
             )
 
     def _ensure_running(self, command: Sequence[str]) -> bool:
-        """Starts a run unless it is running already, and returns whether it runs."""
+        """Starts the run unless it is already running, and returns whether it is running now."""
         if "running" in self.host_states():
             return True
-        # On some hosts, a run from before an interruption may still be running, so stop it first.
+        # On some hosts, the run from before an interruption may still be alive, so stop it first.
         return self.setup() and self.on_hosts(STOP) and self.start(command)
 
     def babysit(self, command: Sequence[str]) -> None:
-        """Creates machines, installs the package and starts a run, until the run has ended.
+        """Creates machines, installs the package, starts the run, and waits until it has ended.
 
         Every step is repeated if the machines are taken away.
         """
@@ -311,9 +312,9 @@ class Pod:
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:
-    """Returns the values of a command's options and of the fields that it sets, by name.
+    """Returns the values of a command's options and of the fields that `--set` sets, by name.
 
-    A value may follow its name after ``=`` or as the next word.
+    The command may contain ``NAME=VALUE`` or the two words ``NAME VALUE``.
     """
     words = [word.removeprefix("--set=") for word in command]
     values = {}
@@ -324,7 +325,7 @@ def options_of(command: Sequence[str]) -> dict[str, str]:
 
 
 def check_data(command: Sequence[str], extras: str) -> None:
-    """Checks that machines with some extras of the package can read the data of a command."""
+    """Checks that machines with the given optional packages can read a command's data."""
     prepares = command[0] in ("quickstart", "data")
     reads = command[0] in READS_DATA and "--data-dir" not in options_of(command)
     if (prepares or reads) and "data" not in extras.split(","):
@@ -337,17 +338,17 @@ def check_data(command: Sequence[str], extras: str) -> None:
 
 
 def check_command(command: Sequence[str], extras: str) -> None:
-    """Checks the directories, the data, the recipe and its fields before machines cost money."""
+    """Checks a command's directories, data, recipe and fields before any machine costs money."""
     for name, place in options_of(command).items():
         if name in ("--workdir", "--data-dir", "vocabulary.path") and not place.startswith("gs://"):
             fail(f"{name} is {place}, which is deleted with the machines. Give gs://BUCKET/….")
     check_data(command, extras)
     if command[0] == "train" and shutil.which("synthesizer-jax"):
-        # Keep every word --set and the word after it.
+        # Keep every option --set together with the word after it.
         settings = [w for i, w in enumerate(command) if "--set" in (w, command[i - 1])]
         checked = ["synthesizer-jax", "recipes", command[1], *settings]
         if subprocess.run(checked, stdout=subprocess.DEVNULL, check=False).returncode:
-            sys.exit(2)  # the program has printed the error
+            sys.exit(2)  # the subprocess has printed the error
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -4,12 +4,12 @@
     python -m benchmarks.ledger speed cotraining --data-dir DATA
     python -m benchmarks.ledger write
 
-`run` makes the runs that docs/results.json does not have, with the commands that a user would type.
-When a run has finished, it is added to docs/results.json. After an interruption, the same command
-continues with the missing runs. `speed` measures the training steps of all systems of a table in
-one process. The systems take turns. `write` writes the page from the measurements, without running
-anything. docs/results.toml defines the tables. The module `benchmarks/ledger/data.py` makes the
-data sets, and the vocabularies in the work directory.
+`run` makes the runs whose results docs/results.json does not contain yet. It uses the same commands
+as a user. When a run has finished, it is added to docs/results.json. After an interruption, the
+same command continues with the missing runs. `speed` measures the training steps of all systems of
+a table in one process. The systems take turns. `write` writes the page from the existing
+measurements. docs/results.toml defines the tables. The module `benchmarks/ledger/data.py` makes the
+data sets. The same module trains the vocabularies and writes them to the work directory.
 """
 
 from __future__ import annotations

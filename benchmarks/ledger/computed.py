@@ -27,13 +27,17 @@ def millions(run: Run) -> float:
 
 
 def divergence(run: Run) -> float:
-    """Returns the divergence between one head and random attention weights, in nats per query.
+    """Returns how closely one head can imitate random attention weights.
 
-    Adam fits the queries and keys of the head to random weights ``[32, 32]`` for random tokens with
-    64 features. The logits of these weights are normal with a standard deviation of 2. The name of
-    the system is the size of the head. By theorem 1 of Bhojanapalli et al. 2020, a head can express
-    all attention weights if its size and the number of features are at least the number of tokens.
-    A smaller head cannot express all weights.
+    The measure is the KL divergence from the random weights to the head's weights, in nats per
+    query. The divergence is 0 if the head imitates the weights exactly.
+
+    Adam trains the query and key projections of the head, so that its weights for 32 random tokens
+    with 64 features approximate random weights ``[32, 32]``. The random weights are the softmax of
+    normally distributed logits with a standard deviation of 2. The name of the system is the size
+    of the head. By theorem 1 of Bhojanapalli et al. 2020, a head can express all attention weights
+    if its size and the number of features are at least the number of tokens. A smaller head cannot
+    express all weights.
     """
     head_dim = int(run.system)
     keys = jax.random.split(jax.random.key(run.seed), 4)
@@ -44,7 +48,7 @@ def divergence(run: Run) -> float:
     optimizer = optax.adam(optax.cosine_decay_schedule(0.03, STEPS))
 
     def loss(kernels: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Returns the mean divergence over all queries."""
+        """Returns the KL divergence, averaged over all queries."""
         query, key = (x @ kernel for kernel in kernels)
         found = jax.nn.log_softmax(query @ key.T * head_dim**-0.5)
         return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1))

@@ -6,7 +6,7 @@ FILES has the folders ``multi30k``, ``wikitext-2``, ``glue`` and ``super_glue`` 
 published, and samples of other data: ``ag_news`` (labeled descriptions, and test.csv),
 ``wmt15_ende_sample``, ``wmt_newstest``, ``cnn_dailymail_sample`` and ``personachat_xpersona_en``.
 ``sentencepiece/t5_spiece.model`` is T5's vocabulary. If a folder is missing, its data sets are left
-out. The tables that need these data sets can then not be made.
+out, and tables that need them cannot be made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lines(path: pathlib.Path) -> Iterator[str]:
 
 
 def pairs(sources: pathlib.Path, targets: pathlib.Path) -> Iterator[Row]:
-    """Yields a row for each line of two files, which contain translations of each other."""
+    """Yields a row for each pair of lines in two files that are translations of each other."""
     for source, target in zip(lines(sources), lines(targets), strict=True):
         yield {"input": source, "target": target}
 
@@ -121,7 +121,7 @@ class Importer:
         self.train_vocabulary("multi30k_en_de", "multi30k.model", 4000)
 
     def import_wikitext(self) -> None:
-        """Imports the articles of WikiText-2, and its lines to train a vocabulary on."""
+        """Imports WikiText-2 as articles, and again as single lines to train a vocabulary on."""
         valid = self.files / "wikitext-2" / "valid.txt.gz"
         if not valid.exists():
             return
@@ -138,13 +138,15 @@ class Importer:
             return
         labels = ("--labels", "1=World,2=Sports,3=Business,4=Sci/Tech")
         options = ("--input", "{text}", "--target", "{label}", *labels)
-        # In these files, cells that contain quotes are quoted as in CSV.
+        # Read the tab-separated file with the CSV reader, because cells that contain quotes are
+        # quoted as in CSV.
         table = csv.reader(
             lines(folder / "train_subset10k_description_only.tsv.gz"), delimiter="\t"
         )
         rows = ({"text": text, "label": label} for text, label in table)
         self.load_rows("ag_descriptions", {"train": rows}, *options)
-        # This import has no --renew, so that the validation split is added to the data set.
+        # This import does not pass --renew, so the validation split is added to the existing data
+        # set.
         source = ("--from", f"validation={folder / 'test.csv.gz'}", "--columns", "label,title,text")
         name = ("--name", "ag_descriptions")
         command("data", "import", "mine", *name, *source, *options, "--data-dir", self.data_dir)
@@ -164,7 +166,7 @@ class Importer:
         self.train_vocabulary("wmt_sample", "wmt.model", 4000)
 
     def import_cnn_dailymail(self) -> None:
-        """Imports a sample of CNN/DailyMail. The last ten articles are for validation."""
+        """Imports a sample of CNN/DailyMail. The last ten articles become the validation split."""
         path = self.files / "cnn_dailymail_sample" / "train_sample.csv.gz"
         if not path.exists():
             return

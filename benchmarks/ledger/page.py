@@ -1,4 +1,4 @@
-"""Writes docs/results.md and the README's picture from the tables and numbers of the ledger."""
+"""Writes docs/results.md and the README's picture from docs/results.toml and docs/results.json."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Results = Mapping[str, Any]
 
 
 def values_by_seed(run: Run, results: Results) -> dict[str, float]:
-    """Returns the metric of every run of the same system as `run`, by seed."""
+    """Returns a dictionary from seeds to the metrics of the runs with the same system as `run`."""
     entries = results["runs"].get(run.name, {})
     metric = run.table.metric
     return {
@@ -105,7 +105,7 @@ def values_by_seed(run: Run, results: Results) -> dict[str, float]:
 
 
 def differences(values: Mapping[str, float], baseline: Mapping[str, float]) -> list[float]:
-    """Returns a system's differences from the baseline, for all seeds that both systems have."""
+    """Returns the difference between a system and the baseline for every seed that both have."""
     return [values[seed] - baseline[seed] for seed in values if seed in baseline]
 
 
@@ -127,11 +127,11 @@ def with_error(values: Iterable[float], form: str) -> str:
 
 
 def judge(differences: Sequence[float], published: float) -> str | None:
-    """Returns how probable it is that the true difference has the sign of the published one.
+    """Returns whether the measured differences have the same sign as the published difference.
 
     Returns:
-      The verdict with its probability, such as ``agrees (0.992)``, or None if there are fewer than
-      three differences.
+      A verdict such as ``agrees (0.992)``, or None if there are fewer than three differences. The
+      number is the probability that the true difference has the published sign.
     """
     error = standard_error(differences)
     if not error or len(differences) < 3:
@@ -148,7 +148,7 @@ def judge(differences: Sequence[float], published: float) -> str | None:
 
 
 def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
-    """Yields a row for every system of the table that has been run or timed."""
+    """Yields a row for every system of the table that has been trained or timed."""
     runs = list(table.runs([0]))
     first = runs[0]
     baseline = values_by_seed(first, results)
@@ -177,7 +177,7 @@ def rows_of(table: Table, results: Results) -> Iterator[dict[str, Any]]:
 
 
 def count_runs(table: Table, results: Results) -> str:
-    """Returns a sentence about the number of seeds of a table and the machines of its runs."""
+    """Returns a text with a table's number of seeds and its number of runs on each machine."""
     entries = [results["runs"].get(run.name, {}) for run in table.runs([0])]
     devices = [entry["device"] for seeds in entries for entry in seeds.values()]
     if not devices:
@@ -191,7 +191,7 @@ def count_runs(table: Table, results: Results) -> str:
 
 
 def section(table: Table, results: Results) -> str:
-    """Returns the section of a table with its conclusion, its numbers and its setting."""
+    """Returns the section of the page that shows a table, its conclusion and its setting."""
     rows = list(rows_of(table, results))
     first = next(iter(table.systems))
     columns = {
@@ -234,7 +234,7 @@ def count_verdicts(tables: Iterable[Table], results: Results) -> dict[str, int]:
 
 
 def other_row(table: Table, results: Results) -> dict[str, Any]:
-    """Returns the row in the last table for a table without a conclusion."""
+    """Returns the row that represents a table without a conclusion in the page's last table."""
     runs = list(table.runs([0]))
     entries = [e for run in runs for e in results["runs"].get(run.name, {}).values()]
     values = []
@@ -285,13 +285,15 @@ def machines(results: Results) -> str:
 
 
 def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
-    """Draws the differences from the first system of a table, both measured and published."""
+    """Draws the measured and published differences between systems and the first system.
+
+    The figure has a panel for each table of `OVERVIEW`.
+    """
 
     def draw(narrow: bool) -> Figure:
         """Returns the figure for narrow screens or for wide screens."""
         if narrow:
-            # Place the panels below each other. The height of a panel depends on its number of
-            # systems.
+            # Stack the panels vertically. The height of a panel depends on its number of systems.
             figure = Figure(figsize=(4.4, 10.5), layout="constrained")
             heights = [len(compared_runs(tables[name])) + 2 for name in OVERVIEW]
             panels = figure.subplots(len(OVERVIEW), 1, height_ratios=heights)
@@ -303,7 +305,7 @@ def draw_overview(tables: Mapping[str, Table], results: Results) -> None:
         for axes, name in zip(panels, OVERVIEW, strict=True):
             draw_differences(axes, tables[name], results)
 
-        # Draw empty series, so that the legend has these entries.
+        # Draw two empty series, because the legend needs an entry for each kind of marker.
         panels[0].plot([], [], "o", color=figures.OURS, label="here: mean ± standard error")
         panels[0].plot([], [], "D", color=figures.OTHER, fillstyle="none", label="paper")
         figure.legend(loc=place, ncols=2, frameon=False)
@@ -319,7 +321,7 @@ def compared_runs(table: Table) -> list[Run]:
 
 
 def draw_differences(axes: Axes, table: Table, results: Results) -> None:
-    """Draws the differences between the systems of a table and its first system."""
+    """Draws how the systems of one table differ from its first system."""
     first, *_ = table.runs([0])
     baseline = values_by_seed(first, results)
     drawn = compared_runs(table)[::-1]  # puts the first system at the top

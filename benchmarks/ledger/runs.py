@@ -1,4 +1,4 @@
-"""Makes the runs of the ledger, measures speeds, and adds both to docs/results.json."""
+"""Makes the runs of the tables, measures speeds, and adds the results to docs/results.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = RESULTS / "results.json"
 
 
 def load() -> dict[str, Any]:
-    """Returns the measurements ``runs`` and ``speed``, each by the name of the run."""
+    """Returns the content of docs/results.json: ``runs`` and ``speed``, each by the run's name."""
     return json.loads(NUMBERS.read_text(encoding="utf-8"))
 
 
@@ -31,8 +31,8 @@ def save(results: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the date, the machine and the versions, on which the numbers of a run may depend."""
-    import jax  # here, because writing the page does not need it
+    """Returns the date, the machine and the versions, because a run's results depend on them."""
+    import jax  # here, because writing the page does not use it
 
     return {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
@@ -66,10 +66,10 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run and returns its entry.
 
-    The function takes little time if the directory of the run already has its results.
+    If the directory of the run already contains the results, the function takes little time.
     """
     if run.table.computed:
-        from benchmarks.ledger import computed  # here, because writing the page does not need it
+        from benchmarks.ledger import computed  # here, because writing the page does not use it
 
         value = getattr(computed, run.table.metric)(run)
         return {"metrics": {run.table.metric: round(value, 6)}, "curve": []}
@@ -132,7 +132,7 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
 
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
-    """Measures the speeds of the systems of each table as medians of `--rounds` steps."""
+    """Measures the speed of every system of the tables as the median over `--rounds` steps."""
     from benchmarks.ledger.speed import Timer
 
     for table in tables:

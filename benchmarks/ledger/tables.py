@@ -32,9 +32,9 @@ class Run:
 
     @property
     def teacher(self) -> Run | None:
-        """The run whose activations a distillation learns, or None for other kinds of runs.
+        """The run of the teacher if this run is a distillation, or None.
 
-        The teacher itself may be a system of the same table.
+        A table may also contain the teacher as a system, which has no teacher itself.
         """
         if self.table.teacher == self.recipe:
             return None
@@ -47,7 +47,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name in docs/results.json, which contains the recipe and the recipe of a teacher."""
+        """The run's name in docs/results.json.
+
+        The name consists of the run's recipe and, for a distillation, the teacher's recipe.
+        """
         if self.teacher:
             return f"{self.recipe} of {self.teacher.recipe}"
         return self.recipe
@@ -59,7 +62,7 @@ class Run:
         return pathlib.Path(name, f"seed_{self.seed}")
 
     def _find(self, recipe: str) -> Run | None:
-        """Returns the run of another table with this recipe, the same argument and the same seed.
+        """Returns the run with a recipe, and with the argument and the seed of this run.
 
         The result is None if `recipe` is empty.
         """
@@ -72,10 +75,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of systems.
+    """A table of systems that are compared.
 
     Attributes:
-      title: the heading of its section.
+      title: the heading of the table's section.
       about: a description of what is trained, on which data, and how the result is measured.
       recipe: the recipe of all systems. ``{}`` stands for the argument of a system.
       systems: the arguments of the recipe, by the names of the systems in the table. All other
@@ -90,13 +93,14 @@ class Table:
       computed: whether `ledger.computed` computes the metric and nothing is trained.
       seeds: the number of seeds.
       form: the format of the numbers in the table.
-      paper: the values that the paper reports, by the names of the systems in the table. A pair
-        contains the value of the system and the value of the first system.
+      paper: the values that the paper reports, by the names of the systems in the table. If a value
+        is a pair, it contains the value of the system and the value of the first system.
       source: the paper that reports the metric, and how the values of the paper are known.
-      comparable: whether the systems have learned enough to be compared with the paper's order.
+      comparable: whether the systems have learned enough to compare their order with the paper's
+        order.
       vocabulary: the file of the vocabulary, relative to the work directory.
       settings: settings that differ from the settings of the recipes.
-      steps: the number of steps, if the recipes have a different number.
+      steps: the number of training steps, if it differs from the number in the recipes.
       test: the options of `eval` for the test split. If `test` is empty, the metric is measured on
         the evaluation split of the recipe.
       teacher: the recipe of the teacher, for distillations.
@@ -126,14 +130,14 @@ class Table:
     init_from: str = ""
 
     def runs(self, seeds: Sequence[int] | None = None) -> Iterator[Run]:
-        """Yields the runs of all systems, with these seeds or with all seeds of the table."""
+        """Yields the runs of all systems with the given seeds, or with all seeds of the table."""
         for seed in range(self.seeds) if seeds is None else seeds:
             yield from (Run(self, system, seed) for system in self.systems)
 
     def published_difference(self, system: str) -> float | None:
-        """Returns the paper's difference between a system and the first system of the table.
+        """Returns the published difference between a system and the first system of the table.
 
-        The result is None for the first system, and for systems that the paper does not report.
+        The result is None if `system` is the first system, or if the paper does not report it.
         """
         first, *_ = self.systems
         value = self.paper.get(system)

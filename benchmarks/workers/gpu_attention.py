@@ -1,7 +1,8 @@
 """A worker of `gpu.py` that checks and times attention on one device.
 
-The worker measures the error of every route, and the times of this package, `jax.nn` and Flax. All
-programs are compiled on several threads before the first one is timed.
+The worker measures the numerical error of every route of `attend`, and the times of the attention
+of this package, `jax.nn` and Flax. All programs are compiled on several threads before the first
+one is timed.
 """
 
 import concurrent.futures
@@ -39,7 +40,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A call of `attend`. Every check draws other random arrays for it.
+    """Describes a call of `attend`. Every check draws new random arrays for the call.
 
     Attributes:
       kinds: the terms of the logits: ``dot``, ``bias``, ``static`` or ``taps``.
@@ -93,7 +94,7 @@ def shrink(length: int) -> int:
 
 
 def draw(problem: Problem, seed: int) -> tuple[dict[str, np.ndarray], Mask, np.ndarray]:
-    """Returns the differentiated arrays, the mask and the cotangent of the output."""
+    """Returns random arrays to differentiate, the mask, and a random cotangent of the output."""
     rng = np.random.default_rng(seed)
     b, h, e = problem.batch, options["heads"], problem.width
     q, k = shrink(problem.queries), shrink(problem.keys)
@@ -120,7 +121,7 @@ def make_mask(problem: Problem, b: int, q: int, k: int, rng: np.random.Generator
     if problem.mask == "none":
         return Mask()
     if "packed" in problem.mask:
-        sizes = [int(k * share) for share in (0.4, 0.25, 0.2)]  # other tokens are padding
+        sizes = [int(k * share) for share in (0.4, 0.25, 0.2)]  # the remaining tokens are padding
         rows = [np.repeat([1, 2, 3], rng.permutation(sizes)) for _ in range(b)]
         segments = np.pad(rows, ((0, 0), (0, k - sum(sizes)))).astype(np.int32)
         packed = {"segments": 3, "segment_length": max(sizes)}
@@ -152,7 +153,7 @@ def call(arrays: dict[str, jax.Array], mask: Mask, implementation: str) -> jax.A
 def differentiate(
     arrays: dict[str, jax.Array], mask: Mask, cotangent: jax.Array, *, implementation: str
 ) -> dict[str, jax.Array]:
-    """Returns the output and the gradients of all arrays."""
+    """Returns the output of `attend` and its gradients with respect to all arrays."""
     out, back = jax.vjp(lambda a: call(a, mask, implementation), arrays)
     return {"output": out, **back(cotangent)[0]}
 
@@ -287,7 +288,7 @@ def make_case(
 
 
 def rates() -> Row:
-    """Returns the device's rates for a large matrix product in bfloat16 and for a copy."""
+    """Measures the FLOP rate of a large bfloat16 matrix product, and the bandwidth of a copy."""
     side = 256 if options["tiny"] else 8192
     x, y = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
     big = jax.random.normal(jax.random.key(2), (4 * side, side))
@@ -329,9 +330,9 @@ def prepare(spec: Row) -> tuple[dict[str, Callable[[], Any]], dict[str, float], 
 
 
 def timed_rows(specs: list[Row]) -> Iterator[Row]:
-    """Yields a row for every case, and then a second row for every case.
+    """Measures all cases twice. Yields a row for every case, and then a second row for every case.
 
-    The second row of a case contains the means of two measurements.
+    The second row of a case contains the means of both measurements.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         prepared = [pool.submit(prepare, spec) for spec in specs]

@@ -1,6 +1,6 @@
 """A worker of `peers.py` that times training steps of keras-hub's T5 on JAX.
 
-The output projection is part of the backbone's embedding.
+In keras-hub, the output projection is part of the backbone's embedding layer.
 """
 
 import os

@@ -36,7 +36,7 @@ def prepared() -> Iterator[Batch]:
 
 def by_seqio() -> Iterator[Batch]:
     """Returns the batches of SeqIO's pipeline with SeqIO's own settings."""
-    seqio.set_tfds_read_config_override(None)  # our tasks have set another configuration
+    seqio.set_tfds_read_config_override(None)  # our tasks have changed this configuration
     members = [
         (seqio_task(name), rate)
         for name, rate in task_registry.mixture_rates(mixture, data_dir).items()

@@ -30,8 +30,8 @@ model = transformers.T5ForConditionalGeneration(
         decoder_start_token_id=0,
     )
 )
-# Unlike the published models, version 5 of transformers ties T5 1.1's output projection to the
-# embedding.
+# Version 5 of transformers ties T5 1.1's output projection to the embedding. Untie them, as in the
+# published models.
 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 if options["decode"] and is_bfloat16:
     model.bfloat16()
@@ -74,7 +74,7 @@ def device_peak() -> dict[str, float]:
 
 
 def first_step() -> dict[str, float]:
-    """Compiles the step. If the memory is too small, it doubles the number of micro-batches."""
+    """Compiles the step, and doubles the number of micro-batches until the memory is sufficient."""
     global micro_batches
     while True:
         began = time.perf_counter()
@@ -96,7 +96,7 @@ def decode() -> int:
     """Decodes with transformers, and returns the number of new tokens."""
     bounds = {"max_new_tokens": length, "min_new_tokens": length}
     if options.get("compile"):
-        # The library transformers compiles decoding steps with this cache.
+        # The library transformers compiles decoding steps only if the cache is static.
         bounds["cache_implementation"] = "static"
     with torch.inference_mode():
         found = model.generate(inputs, num_beams=options["beams"], do_sample=False, **bounds)
@@ -104,7 +104,7 @@ def decode() -> int:
 
 
 class Pieces:
-    """A vocabulary whose pieces are numbers. The conversion uses it instead of a tokenizer."""
+    """A vocabulary whose pieces are numbers, for the conversion to CTranslate2."""
 
     pad_token, eos_token, unk_token, bos_token = "0", "1", "2", None
 
@@ -118,7 +118,10 @@ class Pieces:
 
 
 def make_ctranslate2() -> tuple[Callable[[], int], str]:
-    """Returns a function that decodes with CTranslate2 and the same weights, and the version."""
+    """Returns a function that decodes with CTranslate2, and the version of CTranslate2.
+
+    CTranslate2 uses the same weights as transformers.
+    """
     import ctranslate2
     from ctranslate2.converters.transformers import T5Loader
 
@@ -134,7 +137,7 @@ def make_ctranslate2() -> tuple[Callable[[], int], str]:
     bounds = {"max_decoding_length": length, "min_decoding_length": length}
 
     def run() -> int:
-        """Decodes the inputs, and returns the smallest number of new tokens."""
+        """Decodes the inputs, and returns the number of new tokens in the shortest output."""
         found = translator.translate_batch(tokens, beam_size=options["beams"], **bounds)
         return min(len(r.hypotheses[0]) for r in found)
 

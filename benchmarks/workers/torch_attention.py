@@ -21,7 +21,7 @@ class SubLayer(torch.nn.Module):
     def __init__(self, batch: int, length: int, *, bias: bool, projections: bool):
         super().__init__()
         position = torch.arange(length)
-        # The map from distances to 32 buckets differs from T5's map. The costs do not depend on it.
+        # This map from distances to 32 buckets is simpler than T5's map, but it has the same cost.
         self.register_buffer("buckets", (position[None] - position[:, None] + 16).clamp(0, 31))
         lengths = length - torch.arange(batch) % 2 * (length // 8)
         visible = position < lengths[:, None]
@@ -37,10 +37,10 @@ class SubLayer(torch.nn.Module):
             self.table = torch.nn.Parameter(torch.randn(32, heads))
 
     def forward(self, *tokens: torch.Tensor) -> torch.Tensor:
-        """Computes attention of ``[b, n, d]``, or of arrays ``[b, heads, n, head_dim]``.
+        """Computes attention for an input, or for query, key and value.
 
-        With projections, the only argument is the input. Without projections, the three arguments
-        are query, key and value.
+        With projections, the only argument is the input ``[b, n, d]``. Without projections, the
+        three arguments are query, key and value, each ``[b, heads, n, head_dim]``.
         """
         if self.qkv is not None:
             (x,) = tokens
@@ -103,7 +103,10 @@ def make_row(name: str, batch: int, length: int) -> dict[str, Any]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Yields a row for every case, and then a second row for every case."""
+    """Measures all cases twice.
+
+    Yields a row for every case, and then a second row for every case.
+    """
     first = []
     for case in options["cases"]:
         first.append(make_row(**case))

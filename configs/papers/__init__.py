@@ -1,10 +1,10 @@
 """Contains recipes for the experiments of papers.
 
-The tables of the papers compare systems, which are models that differ only in their attention. A
-system has the abbreviation that the tables use, such as ``rv`` for Random + Vanilla. To choose a
-system, write its abbreviation after the name of the recipe, as in
-``papers.translation:multi30k:rv``. All systems of a table have the same kind of dot product. This
-file makes the mixers and models of the systems.
+The tables in the papers compare models that differ only in their attention. We call these models
+systems. Every system has an abbreviation, such as ``rv`` for Random + Vanilla. To choose a system,
+write its abbreviation after the name of the recipe, as in ``papers.translation:multi30k:rv``. All
+systems of a table use the same kind of dot product. This file makes the mixers and models of the
+systems.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ SYSTEMS = (*SELF_ATTENTIONS, "hc_all", "sh_x")
 
 
 def dot_product_of(kind: Dot, size: Size) -> Alignment:
-    """Returns the alignment by one of two kinds of dot product.
+    """Returns the dot-product alignment of one of two kinds.
 
-    The ``scaled`` dot product is divided by √d_k. The dot product of T5 is not divided, because the
-    initializer of the query projection includes the factor.
+    The ``scaled`` dot product is divided by √d_k. T5's dot product is not divided. Instead, T5's
+    initializer for the query projection includes the factor 1/√d_k.
     """
     return SCALED if kind == "scaled" else dot_product(size.head_dim)
 
@@ -84,15 +84,15 @@ def self_attentions(
     dropout: float = 0.0,
     systems: Sequence[str] = SELF_ATTENTIONS,
 ) -> tuple[Mixer, Mixer]:
-    """Returns the self-attention of an encoder, and the self-attention of a decoder.
+    """Returns the self-attention mixers of a system, first for the encoder, then for the decoder.
 
     Args:
       system: one of `systems`.
       size: the widths of the model.
-      length: the number of positions of the tables.
-      dot: the dot product. The dot product is used by itself, in mixtures and in talking heads.
+      length: the number of positions in learned tables of attention logits.
+      dot: the dot product that the system uses, alone, in mixtures or in talking heads.
       dropout: the dropout rate.
-      systems: the systems that the recipe offers.
+      systems: the systems between which the recipe lets users choose.
 
     Raises:
       ValueError: the system does not exist.
@@ -104,8 +104,9 @@ def self_attentions(
         )
     attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
     if system in ("hc_sa", "hc_all", "sh_x"):
-        # Heads look at the token before and the token after the query. In a decoder, heads look at
-        # the token before the query and at the query itself (You et al. 2020).
+        # In the encoder, some heads attend to the token before the query, and others to the token
+        # after it. In the decoder, some heads attend to the token before the query, and others to
+        # the query's own token (You et al. 2020).
         return (
             attention.copy(alignment=Gaussian((-1, 1))),
             attention.copy(alignment=Gaussian((-1, 0))),
@@ -120,22 +121,22 @@ def self_attentions(
 def transformer(
     system: str, size: Size, length: int, *, vocab_size: int, dropout: float, prefix: int = 0
 ) -> EncoderDecoder:
-    """Returns an encoder-decoder like that of Tensor2Tensor.
+    """Returns an encoder-decoder like Tensor2Tensor's Transformer.
 
     The model has norms before its sub-layers, sinusoidal positions, and one embedding for inputs,
-    targets and outputs. The model differs from Tensor2Tensor in two points. The norms are
-    root-mean-square norms, and the sinusoids are those of the Transformer paper.
+    targets and outputs. It differs from Tensor2Tensor's model in two points: the norms are
+    root-mean-square norms, and the sinusoids follow the Transformer paper.
 
     Args:
-      system: one of `SYSTEMS`. Three systems are from You et al. 2020. ``hc_sa`` has hard-coded
-        self-attention. ``hc_all`` also has hard-coded cross-attention, around the query's own
-        position in the source. ``sh_x`` has hard-coded self-attention. In ``sh_x``, only the last
-        decoder layer has cross-attention, which has one learned head of full width.
+      system: one of `SYSTEMS`. Three systems are from You et al. 2020. All three have hard-coded
+        self-attention. ``hc_all`` also has hard-coded cross-attention, which looks at source
+        positions near the position of the query. In ``sh_x``, only the last decoder layer has
+        cross-attention, with a single learned head of full width.
       size: the widths and depths of the model.
-      length: the number of positions of the tables.
-      vocab_size: the number of rows of the embedding.
-      dropout: the rate of all dropouts.
-      prefix: the number of source tokens before the sentence; see `hard_coded`.
+      length: the number of positions in learned tables of attention logits.
+      vocab_size: the size of the vocabulary, which is the number of rows of the embedding.
+      dropout: the dropout rate of all layers.
+      prefix: the number of source tokens before the sentence itself; see `hard_coded`.
     """
     encoder, decoder = self_attentions(system, size, length, dropout=dropout, systems=SYSTEMS)
     cross: Mixer = Attention(size.heads, size.head_dim, alignment=SCALED, dropout_rate=dropout)
@@ -162,8 +163,8 @@ def transformer(
     )
     if system != "sh_x":
         return model
-    # Split the decoder into a run of layers without cross-attention, and a last layer with
-    # cross-attention.
+    # Split the decoder into two runs of layers: all layers but the last have no cross-attention,
+    # and the last layer has cross-attention.
     (run,) = model.decoder.runs
     head = Attention(1, size.d_model, alignment=SCALED, dropout_rate=dropout)
     runs = (
@@ -176,12 +177,12 @@ def transformer(
 def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecoder:
     """Returns a T5 1.1 with 2 + 2 layers, d_model 256 and learned positions.
 
-    The models that Tay et al. 2021 trained on C4 had learned positions, too.
+    Tay et al. 2021 also used learned positions in the models that they trained on C4.
 
     Args:
       system: one of `SELF_ATTENTIONS`, or ``hc_all``.
       length: the number of positions.
-      dropout: the rate of all dropouts.
+      dropout: the dropout rate of all layers.
     """
     size = pretrain.LAPTOP
     dot = dot_product(size.head_dim)
@@ -202,10 +203,10 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
 
 
 def small_training(steps: int, *, label_smoothing: float = 0.0) -> Training:
-    """Returns the training of a small model, with one checkpoint at its end.
+    """Returns the settings for training a small model, with one checkpoint at the end.
 
-    The optimizer is AdamW. The learning rate rises over the first tenth of the steps to 0.001 and
-    then falls to zero as a cosine.
+    The optimizer is AdamW. The learning rate rises to 0.001 during the first tenth of the steps,
+    and then decays to zero along a cosine.
     """
     schedule = Cosine(1e-3, total_steps=steps, warmup_steps=steps // 10)
     return Training(

@@ -1,4 +1,4 @@
-"""Classify texts with an encoder, as in the comparison with Linformer of Tay et al. 2021.
+"""Classify texts with an encoder, as Tay et al. 2021 do to compare Synthesizers with Linformer.
 
 These commands import AG News, train a vocabulary on it, and train a model:
 
@@ -8,8 +8,9 @@ These commands import AG News, train a vocabulary on it, and train a model:
     synthesizer-jax train papers.classification:ag_news:frv --workdir runs/frv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware and time: training reads AG News about once, which takes less than an hour on two CPU
-cores. For texts of your own, set `data.mixture` to the task and `data.classes` to its label words.
+Hardware and time: training makes about one pass over AG News, which takes less than an hour on two
+CPU cores. To classify your own texts, set `data.mixture` to your task and `data.classes` to its
+label words.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def imdb(system: str) -> Experiment:
 
 
 def _classify(system: str, task: str, classes: tuple[str, ...], length: int) -> Experiment:
-    """Returns the training of a classifier.
+    """Returns an experiment that trains a classifier.
 
     Args:
       system: one of `papers.SELF_ATTENTIONS`.

@@ -1,4 +1,4 @@
-"""Train on GLUE and SuperGLUE as one mixture, as in the tables of both in Tay et al. 2021.
+"""Train on a mixture of GLUE and SuperGLUE, as in the GLUE and SuperGLUE tables of Tay et al. 2021.
 
 The first command needs no data. The second command trains a model on GLUE and SuperGLUE:
 
@@ -6,22 +6,22 @@ The first command needs no data. The second command trains a model on GLUE and S
     synthesizer-jax train papers.cotraining:glue_super_glue:rv:small --workdir runs/rv \\
         --data-dir DATA --set vocabulary.path=spiece.model
 
-The recipe `synthetic` generates its own data. The data consists of eight tasks in T5's formats over
-an artificial grammar.
+The recipe `synthetic` generates its own data. The data consists of eight tasks in T5's formats,
+whose sentences follow an artificial grammar.
 
 The other recipes require T5's vocabulary file, and data that these commands import:
 
     synthesizer-jax data import glue --from GLUE_FILES --data-dir DATA
     synthesizer-jax data import super_glue --from SUPER_GLUE_FILES --data-dir DATA
 
-The mixture of GLUE and SuperGLUE has T5's proportional rates of the tasks, except that the rates of
-the two RTE tasks are halved. Rows are packed: a row of 512 + 84 tokens holds about five examples.
-To start `glue_super_glue` from a pre-trained model, add `--set init_from=RUN`. `en_mix` is the
-paper's mixture, which contains C4 and SQuAD, too.
+The mixture of GLUE and SuperGLUE samples each task in proportion to its size, as T5 does, except
+that the rates of the two RTE tasks are halved. Rows are packed: a row of 512 + 84 tokens holds
+about five examples. To start `glue_super_glue` from a pre-trained model, add `--set init_from=RUN`.
+`en_mix` is the paper's mixture, which contains C4 and SQuAD, too.
 
 Hardware and time: `synthetic` takes two minutes on two CPU cores, and `laptop` takes some minutes.
-The small models fit on an accelerator with 16 GB. The base models fit on an accelerator with 40 GB,
-or on several accelerators whose mesh has an axis fsdp.
+The small models fit on an accelerator with 16 GB. The base models fit on an accelerator with 40 GB.
+On smaller accelerators, use several of them with the mesh axis fsdp.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def default() -> Experiment:
 def synthetic(system: str, dot: Dot = "t5") -> Experiment:
     """Trains a model with 2 + 1 layers and d_model 64 on the synthetic mixture.
 
-    Cross-attention is T5's dot product in all systems.
+    All systems use T5's dot product as cross-attention.
     """
     mixers = self_attentions(system, SIZE, INPUTS, dot=dot_product_of(dot, SIZE))
     encoder_mixer, decoder_mixer = map(_with_wide_tables, mixers)
@@ -85,8 +85,9 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
     model = model.copy(embedding_init=Normal(0.3), encoder=encoder, decoder=decoder)
     return Experiment(
         model=model,
-        # If a batch had more than 48 examples, the temporary buffers of a step would exceed 32 MiB.
-        # The C library reuses the memory of buffers only up to this size.
+        # With more than 48 examples in a batch, the temporary buffers of a step would exceed 32
+        # MiB. The C library can reuse the memory only of buffers up to this size, so larger batches
+        # would be slower.
         data=DataConfig(synthetic_tasks.MIXTURE, INPUTS, TARGETS, batch_size=48, shards=1),
         training=Training(
             steps=STEPS,
@@ -104,7 +105,7 @@ def synthetic(system: str, dot: Dot = "t5") -> Experiment:
 def laptop(system: str) -> Experiment:
     """Trains a model with 2 + 2 layers and d_model 256 on GLUE and SuperGLUE.
 
-    The training can start from a run of `pretraining.small`.
+    Training can start from the checkpoint of a run of `pretraining.small`.
     """
     return Experiment(
         model=laptop_model(system, 128, dropout=0.1),
@@ -120,7 +121,8 @@ def laptop(system: str) -> Experiment:
 def glue_super_glue(system: str, size: SizeName = "base") -> Experiment:
     """Trains a T5 1.1 of any size (small, base, …) on GLUE and SuperGLUE.
 
-    The system determines the self-attention of the model. The cross-attention is T5's dot product.
+    The argument `system` chooses the self-attention of the model. The cross-attention is always
+    T5's dot product.
     """
     return Experiment(
         model=_t5_1_1(system, size, dropout=0.1),
@@ -156,7 +158,7 @@ def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecod
 def _with_wide_tables(part: Part) -> Part:
     """Returns a mixer or alignment whose random logits start with a standard deviation of 2.
 
-    The relative biases of the synthetic recipe's models start with the same standard deviation. A
+    In the synthetic recipe's models, the relative biases start with the same standard deviation. A
     large initial variance lets a small model distinguish positions and words from the start.
     """
     if isinstance(part, Attention):

@@ -1,4 +1,4 @@
-"""Generate summaries and dialogue, as for CNN/DailyMail and PersonaChat in Tay et al. 2021 (table).
+"""Generate summaries and dialogue, as Tay et al. 2021 do for CNN/DailyMail and PersonaChat.
 
 These commands import CNN/DailyMail and train a model on it:
 
@@ -45,7 +45,7 @@ def personachat(system: str, scale: Scale = "base") -> Experiment:
 
 
 def _generate(system: str, scale: Scale, task: str, lengths: tuple[int, int]) -> Experiment:
-    """Returns the training of a system on a task with given lengths of inputs and targets."""
+    """Returns an experiment for a system, a task, and the given lengths of inputs and targets."""
     size = {"base": translation.BASE, "small": translation.SIZE}[scale]
     steps, rows = (250_000, 128) if scale == "base" else (1000, 32)
     vocab_size = 32_768 if scale == "base" else 4096

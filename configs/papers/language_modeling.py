@@ -1,6 +1,7 @@
-"""Train language models of one stack, as for LM1B in two papers.
+"""Train decoder-only language models, as two papers do on LM1B.
 
-The papers are Tay et al. 2021 (table of LM1B) and Bhojanapalli et al. 2020 (figures of LM1B).
+The papers are Tay et al. 2021 (the table for LM1B) and Bhojanapalli et al. 2020 (the figures for
+LM1B).
 
 These commands import WikiText-2 and train a model on it:
 
@@ -10,13 +11,13 @@ These commands import WikiText-2 and train a model on it:
         --set vocabulary.path=spiece.model
 
 The language models are decoders with the blocks of T5 1.1. A language model has T5's relative bias,
-unless its self-attention has no logits. The papers used Tensor2Tensor's decoder, which has
-sinusoidal positions. The recipe `wikitext` can use sinusoidal positions instead of the relative
+unless its self-attention does not compute logits. The papers used Tensor2Tensor's decoder, which
+has sinusoidal positions. The recipe `wikitext` can use sinusoidal positions instead of the relative
 bias.
 
-The texts are joined, with EOS at the end of each text, and cut into rows of 256 tokens. Held-out
-texts are evaluated in windows of 256 tokens. The measures are perplexity per token, perplexity per
-word, and bits per byte.
+For training, all texts are joined, with EOS at the end of each text, and cut into rows of 256
+tokens. Held-out texts are evaluated in windows of 256 tokens. The metrics are perplexity per token,
+perplexity per word, and bits per byte.
 
 Hardware and time: `wikitext` takes some minutes on two CPU cores.
 """
@@ -76,7 +77,7 @@ def wikitext(system: str, dot: Dot = "scaled", positions: Positions = "relative"
 
 
 def heads(head_dim: Length, number: Length = 4) -> Experiment:
-    """Trains on WikiText-2 with heads of any width (Bhojanapalli et al. 2020).
+    """Trains on WikiText-2 with attention heads of any width (Bhojanapalli et al. 2020).
 
     The product of the number of heads and their width need not be d_model.
     """
@@ -84,7 +85,7 @@ def heads(head_dim: Length, number: Length = 4) -> Experiment:
 
 
 def talking_heads(head_dim: Length, number: Length) -> Experiment:
-    """Trains on WikiText-2 with talking heads of a width and number (Shazeer et al. 2020)."""
+    """Trains on WikiText-2 with talking heads of any width and number (Shazeer et al. 2020)."""
     return _train(_model("heads", _with_heads(number, head_dim)), WIKITEXT)
 
 
@@ -105,7 +106,7 @@ def masked(head_dim: Length, number: Length = 4) -> Experiment:
 def lm1b(system: str) -> Experiment:
     """Trains a language model with six layers and d_model 512 on the One Billion Word Benchmark.
 
-    The model is trained for 2,000 steps. The models of the paper are trained for 300,000 steps.
+    The model is trained for 2,000 steps. The published models are trained for 300,000 steps.
     """
     return _train(_model(system, PUBLISHED), "lm1b_v100_full_lm")
 
@@ -121,8 +122,8 @@ def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
     _, mixer = self_attentions(system, size, LENGTH, dot=dot, dropout=0.1)
     (run,) = model.decoder.runs
     block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
-    # Leave out the relative bias if the mixer has no logits, like a convolution, because the bias
-    # is added to logits.
+    # The relative bias is added to attention logits. Leave it out if the mixer, such as a
+    # convolution, has no logits.
     bias = None if mixer.bias_heads is None else model.decoder.bias
     decoder = model.decoder.copy(runs=(replace(run, block=block),), bias=bias, dropout_rate=0.1)
     return model.copy(decoder=decoder, vocab_size=VOCAB_SIZE)
@@ -131,7 +132,10 @@ def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
 def _train(
     model: LanguageModel | Encoder, task: str, *, objective: str = "full_lm", inputs: int = 0
 ) -> Experiment:
-    """Returns the training of a model on the texts of a task, with `inputs` tokens of input."""
+    """Returns an experiment that trains a model on the texts of a task.
+
+    Each row has `inputs` tokens of input.
+    """
     return Experiment(
         model=model.copy(dtype="auto"),
         vocabulary=SentencePiece("spiece.model"),

@@ -1,4 +1,4 @@
-"""Pre-train by span corruption on C4, as in Tay et al. 2021 (table of perplexity and speed on C4).
+"""Pre-train by span corruption on C4, as Tay et al. 2021 do to compare perplexity and speed.
 
 The recipes can also train talking heads (Shazeer et al. 2020). This command trains a Random
 Synthesizer:
@@ -6,13 +6,13 @@ Synthesizer:
     synthesizer-jax train papers.pretraining:c4:mesh_learned_random_base --workdir runs/r \\
         --data-dir DATA --set vocabulary.path=spiece.model
 
-`c4` takes the name of a model of the zoo. The models of the table are ``mesh_learned_MODE_base``
-(MODE is vanilla, random, dense, random_plus, dense_plus, …), ``lightweight_convolution_base``,
-``dynamic_convolution_base`` and ``universal_transformer_base``. ``t5_1_1_th_base`` has talking
-heads.
+The argument of the recipe `c4` is the name of a model in the zoo. The models in the paper's table
+are ``mesh_learned_MODE_base`` (MODE is vanilla, random, dense, random_plus, dense_plus, …),
+``lightweight_convolution_base``, ``dynamic_convolution_base`` and ``universal_transformer_base``.
+``t5_1_1_th_base`` has talking heads.
 
-The recipe `small` takes the name of a system instead. On two CPU cores, the pre-training with
-`small` takes an hour. The recipe `race` is for measurements of speed.
+The argument of the recipe `small` is the name of a system. Pre-training with `small` takes an hour
+on two CPU cores. The recipe `race` is for measuring speed.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def race(system: str) -> Experiment:
     """Trains a model with 2 + 2 layers and d_model 256 on long rows, to measure its speed.
 
     Rows have 512 + 114 tokens. The system ``universal`` is the Universal Transformer. The
-    vocabulary is small. Otherwise, the output projection would take a larger share of the time than
-    in a base model.
+    vocabulary is small. With a larger vocabulary, the output projection would take a larger share
+    of the time than in a base model.
     """
     experiment = pretrain.laptop()
     data = replace(experiment.data, inputs_length=512, targets_length=114, batch_size=8)
     model = laptop_model("v" if system in ("universal", "linformer") else system, 512)
-    if system == "linformer":  # only an encoder can use a Linformer
+    if system == "linformer":  # Linformer works only in an encoder
         model = model.copy(encoder=laptop_model(system, 512).encoder)
     if system == "universal":
-        # Repeat one block. The number of repetitions is at most twice the number of layers of the
-        # other systems.
+        # Repeat one block at most twice as often as the other systems have layers. Halting may end
+        # the repetitions earlier.
         steps = 2 * model.encoder.num_layers
         stacks = {
             name: UniversalStack((Run(stack.runs[0].block, steps),), halting_threshold=0.5)

@@ -8,14 +8,14 @@ teacher's attention:
     synthesizer-jax distill papers.replacement:alr:encoder:s --teacher runs/v --workdir runs/alr \\
         --data-dir DATA
 
-A recipe takes up to three arguments: a place (``encoder``, ``decoder``, ``cross`` or
-``everything``), one of the paper's sizes (``xs`` to ``xl``), and the scale of the teacher. The
-scale is ``small``, or ``published`` for a run of the recipe `teacher`, which has the size of the
-paper. The recipes for ALRR and ELR have no argument for the place, because these networks are only
-for encoders. Only the networks that replace attention are trained, on the activations of the
-teacher.
+A recipe takes up to three arguments: the attention to replace (``encoder``, ``decoder``, ``cross``
+or ``everything``), one of the paper's sizes (``xs`` to ``xl``), and the scale of the teacher. Use
+the scale ``published`` if the teacher is a run of the recipe `teacher`, which has the size of the
+paper's model, and otherwise ``small``. The recipes for ALRR and ELR do not take the first argument,
+because these networks can replace attention only in encoders. Only the networks that replace
+attention are trained. They learn to reproduce the activations of the teacher.
 
-Hardware and time: the small scale takes minutes on two CPU cores.
+Hardware and time: training at the small scale takes minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def default() -> Distillation:
 def teacher() -> Experiment:
     """Trains a teacher of the paper's size on IWSLT 2017, with 6 + 6 layers and d_model 128.
 
-    The teacher differs from the paper's teacher. The teacher has the blocks and the training of
-    `translation.multi30k`, and one embedding for both languages and the output.
+    Unlike the paper's teacher, it has the blocks and the training settings of
+    `translation.multi30k`, and a single embedding for both languages and the output.
     """
     size, length = SCALES["published"]
     experiment = translation.multi30k("v")
@@ -83,7 +83,7 @@ def teacher() -> Experiment:
 
 
 def alr(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
-    """Replaces attention with one network that computes all heads of a sentence (ALR)."""
+    """Replaces attention with one network that computes the outputs of all heads (ALR)."""
     return _distill("alr", place, size, scale)
 
 
@@ -93,7 +93,7 @@ def alsr(place: Places = "encoder", size: Width = "xs", scale: Scale = "small") 
 
 
 def alrr(size: Width = "s", scale: Scale = "small") -> Distillation:
-    """Replaces norm, attention and residual connection together with one network (ALRR)."""
+    """Replaces attention, its norm and its residual connection with one network (ALRR)."""
     return _distill("alrr", "encoder", size, scale)
 
 
@@ -103,7 +103,7 @@ def elr(size: Width = "s", scale: Scale = "small") -> Distillation:
 
 
 def token(scale: Scale = "small") -> Distillation:
-    """Replaces attention with a network that reads each token by itself, as a control."""
+    """Replaces attention with a network that processes each token by itself, as a control."""
     shape, _ = SCALES[scale]
     return _training(Replacement(TokenFeedForward(256, shape.heads, shape.head_dim)))
 
@@ -118,14 +118,14 @@ def random(scale: Scale = "small") -> Distillation:
 
 def untrained(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
     """Replaces attention with ALR networks that are not trained, as a control."""
-    # Train for a single step, whose learning rate is 0, so that the parameters do not change.
+    # Train for a single step with a learning rate of 0, so that the parameters do not change.
     schedule = Cosine(1e-3, total_steps=1, warmup_steps=1)
     training = Training(steps=1, optimizer=AdamW(learning_rate=schedule), save_every=1)
     return replace(alr(place, size, scale), training=training)
 
 
 def _distill(kind: str, place: Places, size: Width, scale: Scale) -> Distillation:
-    """Returns the distillation of a kind of network (``alr``, ``alsr``, ``alrr`` or ``elr``)."""
+    """Returns the distillation for a kind of network (``alr``, ``alsr``, ``alrr`` or ``elr``)."""
     scopes: dict[str, Scope] = {"alrr": "sublayer", "elr": "layer"}
     places = PLACES if place == "everything" else [p for p in PLACES if p == place]
     return _training(
@@ -134,7 +134,7 @@ def _distill(kind: str, place: Places, size: Width, scale: Scale) -> Distillatio
 
 
 def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alignment:
-    """Returns the network that replaces the attention in a given place."""
+    """Returns the network that replaces one kind of attention, such as the encoder's."""
     shape, length = SCALES[scale]
     separate = kind == "alsr"
     width = (SEPARATE_WIDTHS if separate else WIDTHS)[size]
@@ -150,5 +150,8 @@ def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alig
 
 
 def _training(*replacements: Replacement) -> Distillation:
-    """Returns a distillation of given replacements with the training of small models."""
+    """Returns a distillation with the given replacements.
+
+    The training settings are those of small models.
+    """
     return Distillation(replacements, small_training(STEPS))

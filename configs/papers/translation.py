@@ -1,8 +1,7 @@
 """Train translation models, as in Tay et al. 2021 and You et al. 2020.
 
-The recipes can train the systems in the table of WMT 2014 of Tay et al., and the systems in the
-tables of HC-SA, HC-ALL and SH-X of You et al. These commands import Multi30k, train a vocabulary on
-it, and train a model:
+The recipes can train the systems in the WMT 2014 table of Tay et al., and the systems HC-SA, HC-ALL
+and SH-X of You et al. These commands import Multi30k, train a vocabulary on it, and train a model:
 
     synthesizer-jax data import multi30k/en_de --data-dir DATA \\
         --from train=train.en+train.de --from validation=val.en+val.de \\
@@ -11,13 +10,14 @@ it, and train a model:
     synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-`base` is Tensor2Tensor's base model. `large` and `small` are the two settings of You et al., whose
-models have norms after the residual connections. The batches of `base`, `large` and `small` are
-packed. A batch of `base` has 128 rows of 256 tokens, which are the published 4,096 tokens on each
-of eight devices.
+`base` is Tensor2Tensor's base model. The recipes `large` and `small` are the two settings of You et
+al., in which norms follow the residual connections. The batches of `base`, `large` and `small` are
+packed. A batch of `base` has 128 rows of 256 tokens. With eight devices, each device has 4,096
+tokens, as published.
 
-Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
-``iwslt2017_en_ja`` and others, which `synthesizer-jax data list` shows.
+The available tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``,
+``iwslt2016_en_de``, ``iwslt2017_en_ja`` and others. The command `synthesizer-jax data list` lists
+them.
 
 Hardware and time: `multi30k` takes half an hour on one CPU core. `base` is for eight accelerators.
 """
@@ -99,7 +99,8 @@ def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
 def base(task: str, system: str) -> Experiment:
     """Trains Tensor2Tensor's base model for 250,000 steps.
 
-    The model has 6 + 6 layers, d_model 512 and tables of 256 positions.
+    The model has 6 + 6 layers and d_model 512. Learned tables of attention logits have 256
+    positions.
     """
     model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1, prefix=5)
     schedule = Noam(BASE.d_model, warmup_steps=8000, factor=2.0)
@@ -109,14 +110,14 @@ def base(task: str, system: str) -> Experiment:
 
 
 def large(task: str, system: HardCoded) -> Experiment:
-    """Trains a model in the large setting of You et al. 2020, which they use for WMT 2014."""
+    """Trains a model in the large setting that You et al. 2020 use for WMT 2014."""
     ratio = RATIOS.get(task, OTHER_RATIO)
     model = hard_coded(system, ratio=ratio, prefix=5, dropout_rate=0.1)
     return _published(task, model, Noam(model.d_model), rows=96, steps=100_000, smoothing=0.1)
 
 
 def small(task: str, system: HardCoded) -> Experiment:
-    """Trains a model with 5 + 5 layers and d_model 288, the small setting of You et al. 2020.
+    """Trains a model with 5 + 5 layers and d_model 288, as in the small setting of You et al. 2020.
 
     You et al. use this setting for IWSLT and WMT 2016.
     """
@@ -145,7 +146,7 @@ def _published(
     b2: float = 0.98,
     extra_length: int = 50,
 ) -> Experiment:
-    """Returns the training of a published setting.
+    """Returns an experiment with published settings.
 
     Args:
       task: the task.
@@ -154,9 +155,9 @@ def _published(
       rows: the number of packed rows in a batch.
       steps: the number of training steps.
       smoothing: the label smoothing.
-      b2: the decay rate of Adam's second moment. The default is the value that You et al. use.
-      extra_length: the number of tokens by which an output may be longer than its input. The
-        default is the value that You et al. use.
+      b2: the decay rate of Adam's second moment, by default as in You et al. 2020.
+      extra_length: the number of tokens by which an output may be longer than its input, by default
+        as in You et al. 2020.
     """
     experiment = multi30k("v")
     return replace(
@@ -187,11 +188,13 @@ def _published(
 
 
 def head_positions(encoder: str, decoder: str) -> Experiment:
-    """Trains HC-SA with other places of its heads (You et al. 2020, section 3).
+    """Trains HC-SA with heads that look at chosen positions (You et al. 2020, section 3).
 
     Args:
-      encoder: the offsets from the query at which the heads of the encoder look, such as ``-1,1``.
-      decoder: the offsets for the heads of the decoder, such as ``-1,0``.
+      encoder: the positions at which the encoder's heads look, relative to the query, such as
+        ``-1,1``.
+      decoder: the positions at which the decoder's heads look, relative to the query, such as
+        ``-1,0``.
     """
     experiment = multi30k("hc_sa")
     model = experiment.model
@@ -217,7 +220,7 @@ def without_feed_forward(system: str, stacks: Stacks = "encoder,decoder") -> Exp
 
 
 def _with_offsets(stack: Stack, offsets: tuple[float, ...]) -> Stack:
-    """Returns a copy of a stack whose hard-coded heads look at other offsets from the query."""
+    """Returns a copy of a stack whose hard-coded heads look at the given offsets from the query."""
     (run,) = stack.runs
     mixer = run.block.self_mixer
     assert isinstance(mixer, Attention)

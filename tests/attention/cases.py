@@ -25,7 +25,7 @@ ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
 
 
 def normal(name: str, *shape: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Returns random numbers that depend only on the name and the shape."""
+    """Returns random numbers that depend only on the arguments `name` and `shape`."""
     seed = int.from_bytes(name.encode()[:4].ljust(4), "big") % 2**31
     return jnp.asarray(np.random.default_rng(seed + sum(shape)).standard_normal(shape), dtype)
 
@@ -35,7 +35,7 @@ def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
     match name:
         case "static":
             return static(2 * n(h, q, k))
-        # There are more entries than needed on both sides.
+        # Give the bias more distances than needed, both before and after the query.
         case "relative":
             return relative(n(h, q + k + 10), first=-q - 8)
         case "factorized":
@@ -44,7 +44,7 @@ def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
             return low_rank(n(b, q, h, 13), n(b, k, h, 13) / 2, token_keys=True)
         case "dense":
             return low_rank(n(b, q, h, 6), n(1, k, h, 6) / 2, token_keys=False)
-        # The window reaches beyond the keys.
+        # The window of the outer term is longer than the sequence of keys.
         case "outer":
             return outer(n(b, q, h, 4), n(b, q, h, -(-k // 4) + 1))
     raise KeyError(name)
@@ -57,7 +57,7 @@ def make_terms(names: tuple[str, ...], b: int, q: int, k: int, h: int = HEADS) -
 def problem(
     names: tuple[str, ...], q: int = KEYS, k: int = KEYS, b: int = BATCH
 ) -> tuple[Terms, jax.Array, jax.Array]:
-    """Returns terms, values and a cotangent of the output."""
+    """Returns random terms, random values, and a random cotangent of the output."""
     values, g = normal("values", b, k, HEADS, WIDTH), normal("cotangent", b, q, HEADS, WIDTH)
     return make_terms(names, b, q, k), values, g
 
@@ -68,7 +68,7 @@ def holes(*shape: int) -> jax.Array:
 
 
 def cross_masks() -> dict[str, Mask]:
-    """Returns masks for QUERIES queries and KEYS keys. Some rows have nothing to attend to."""
+    """Returns masks for QUERIES queries and KEYS keys. Some queries may not attend to any key."""
     b, q, k = BATCH, QUERIES, KEYS
     key_lengths, query_lengths = jnp.array([11, 4, 0]), jnp.array([7, 3, 2])
     prefix = jnp.array([0, 3, 11])
@@ -102,7 +102,10 @@ def self_masks() -> dict[str, Mask]:
 
 
 def packed_masks() -> dict[str, Mask]:
-    """Returns masks of packed rows for KEYS queries and KEYS keys. The last row is only padding."""
+    """Returns masks of packed rows for KEYS queries and KEYS keys.
+
+    The last row has only padding.
+    """
     segments = jnp.array(
         [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0, 0], [1, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0], [0] * 11]
     )
@@ -127,12 +130,12 @@ STATIC_OPTIONS = ("implementation", "dropout_rate", "soft_cap", "partition")
 
 @functools.partial(jax.jit, static_argnames=STATIC_OPTIONS, compiler_options=FAST_COMPILE)
 def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
-    """Returns the output and the cotangents of terms, values and sinks, if there are sinks."""
+    """Returns the output and the cotangents of terms and values, and of sinks if there are any."""
     options |= {"mask": mask, "q_length": g.shape[1], "implementation": implementation}
     own = () if sinks is None else (sinks,)
 
     def call(terms, values, sinks=None):
-        """Calls `attend` with the options and the sinks, if there are any."""
+        """Calls `attend` with the given options, and with the sinks if there are any."""
         return attend(terms, values, sinks=sinks, **options)
 
     out, back = jax.vjp(call, terms, values, *own)
@@ -142,7 +145,7 @@ def run(terms, values, mask, g, implementation="auto", sinks=None, **options):
 def check(
     terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, route: str, bound: float
 ) -> None:
-    """Compares the output and all gradients of a route with the oracle."""
+    """Compares the output and all gradients of a route of `attend` with the NumPy oracle."""
     compare(run(terms, values, mask, g, route), oracle.attention(terms, values, mask, g), bound)
 
 

@@ -1,6 +1,6 @@
 """Attention and its gradients in NumPy with float64.
 
-Where it is clearest, each weight is computed by itself.
+Some weights are computed one at a time, because loops are easier to read here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from synthesizer_jax.attention import LowRank, Mask, Outer, Relative, Static, Te
 class Answer:
     """The results of attention.
 
-    The output is ``[b, q, h, e]``. The others are the attention weights and the cotangents of
-    terms, values and sinks.
+    The output has the shape ``[b, q, h, e]``. The other fields are the attention weights and the
+    cotangents of terms, values and sinks.
     """
 
     out: np.ndarray
@@ -39,7 +39,7 @@ def attention(
     soft_cap: float = np.inf,
     sinks: np.ndarray | None = None,
 ) -> Answer:
-    """Returns the results for a cotangent `g` ``[b, q, h, e]``.
+    """Computes attention and its gradients for a cotangent `g` ``[b, q, h, e]`` of the output.
 
     `keep` ``[b, k, h]`` multiplies the values, as dropout does.
     """
@@ -57,7 +57,7 @@ def attention(
         logits = soft_cap * np.tanh(logits / soft_cap)
     seen = may_see(mask, b, h, q, k)
     sinks = np.full(h, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
-    column = np.broadcast_to(sinks[:, None, None], (b, h, q, 1))  # a sink is one more key
+    column = np.broadcast_to(sinks[:, None, None], (b, h, q, 1))  # a sink acts like one more key
     logits = np.concatenate([np.broadcast_to(logits, seen.shape), column], axis=-1)
     weights = masked_softmax(logits, np.concatenate([seen, seen.any(-1, keepdims=True)], axis=-1))
     weights, lost = weights[..., :-1], weights[..., -1]
@@ -75,7 +75,7 @@ def attention(
 
 
 def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Returns the softmax over the keys that are seen. Rows that see no key are zero."""
+    """Returns the softmax over the keys that a query may see, or zeros if it sees no key."""
     logits, seen = np.broadcast_arrays(logits, seen)
     out = np.zeros(seen.shape)
     for index in np.ndindex(*seen.shape[:-1]):
@@ -87,7 +87,10 @@ def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
-    """Returns which pairs may attend, bool ``[b, h, q, k]``, by the rules of `Mask` for a pair."""
+    """Returns which queries may attend to which keys according to `Mask`.
+
+    The result is bool ``[b, h, q, k]``.
+    """
     m = jax.tree.map(np.asarray, mask)
     rows, columns = places(mask, b, q, k)
     both = isinstance(m.window, tuple)
@@ -118,7 +121,7 @@ def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
 
 
 def places(mask: Mask, b: int, q: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the positions ``[b, q]`` and ``[b, k]`` at which parameters are looked up."""
+    """Returns the positions of queries ``[b, q]`` and keys ``[b, k]`` for lookups in parameters."""
 
     def one(segments: jax.Array | None, n: int) -> np.ndarray:
         out = np.tile(np.arange(n), (b, 1))
@@ -131,7 +134,7 @@ def places(mask: Mask, b: int, q: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def term_logits(term, rows: np.ndarray, columns: np.ndarray, distances: np.ndarray) -> np.ndarray:
-    """Returns the logits ``[b, h, q, k]`` of a term."""
+    """Returns the attention logits ``[b, h, q, k]`` that a term contributes."""
     t = jax.tree.map(lambda x: np.asarray(x, np.float64), term)
     match t:
         case Static(logits):
@@ -152,7 +155,7 @@ def pairs(x: np.ndarray, y: np.ndarray):
 
 
 def looked_up(t: LowRank, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the queries and keys of every example."""
+    """Returns the factors of a low-rank term for the queries and the keys of every example."""
     b = len(rows)
     x = np.broadcast_to(t.queries, (b, *t.queries.shape[1:]))
     y = np.broadcast_to(t.keys, (b, *t.keys.shape[1:]))
@@ -166,7 +169,7 @@ def looked_up(t: LowRank, rows: np.ndarray, columns: np.ndarray) -> tuple[np.nda
 def term_gradient(
     term, dlogits: np.ndarray, rows: np.ndarray, columns: np.ndarray, distances: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Returns the cotangents of a term's arrays."""
+    """Returns the cotangents of all arrays of a term."""
     b, _, q, k = dlogits.shape
     t = jax.tree.map(lambda x: np.asarray(x, np.float64), term)
     out = {f.name: np.zeros_like(getattr(t, f.name)) for f in array_fields(t)}
@@ -200,14 +203,14 @@ def array_fields(term) -> list[dataclasses.Field]:
 
 
 def gradients_of(terms: Terms) -> tuple[dict[str, np.ndarray], ...]:
-    """Returns the arrays of terms, or of their cotangents, in the form of `Answer.terms`."""
+    """Returns arrays of terms or of their cotangents, in the form of `Answer.terms`."""
     return tuple(
         {f.name: np.asarray(getattr(t, f.name), float) for f in array_fields(t)} for t in terms
     )
 
 
 def error(found, expected: np.ndarray) -> float:
-    """Returns the largest difference, relative to the largest expected entry."""
+    """Returns the largest difference between arrays, divided by the largest expected entry."""
     found = np.asarray(found, np.float64)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert np.isfinite(found).all()
@@ -219,7 +222,7 @@ def error(found, expected: np.ndarray) -> float:
 def close(found, expected, bound: float = 2e-6, least: float = 1.0) -> None:
     """Compares two trees of arrays and their dtypes.
 
-    Differences are relative to the largest entry of an array, or to `least` if that is larger.
+    Differences are divided by the largest entry of the array, or by `least` if `least` is larger.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
@@ -229,6 +232,6 @@ def close(found, expected, bound: float = 2e-6, least: float = 1.0) -> None:
 
 
 def rms_error(found, expected: np.ndarray) -> float:
-    """Returns the root mean square of the difference, relative to that of the expected array."""
+    """Returns the root mean square of the difference, divided by that of the expected array."""
     found = np.asarray(jnp.asarray(found, jnp.float32), np.float64)
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))

@@ -1,4 +1,4 @@
-"""What `attend` promises besides masks: dropout, precision, transformations, a mesh and errors."""
+"""Tests `attend` beyond masks: dropout, precision, transformations, meshes and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
 def test_bfloat16_is_close_to_float64(route: str) -> None:
-    """Outputs and gradients have two or three correct digits, compared with float64."""
+    """In bfloat16, outputs and gradients have two or three correct digits."""
     b, n, h, e = 2, 64, 2, 16
     half = functools.partial(cases.normal, dtype=jnp.bfloat16)
     terms = tuple(
@@ -52,10 +52,10 @@ def test_bfloat16_is_close_to_float64(route: str) -> None:
 
 
 def test_gradient_of_mixture_weights_in_bfloat16() -> None:
-    """The factors multiply queries before they are rounded."""
+    """The factors of a mixture multiply queries before the queries are rounded to bfloat16."""
 
     def cast(x):
-        """Returns an array in bfloat16 if it comes from tokens."""
+        """Casts an array to bfloat16 if the array depends on tokens."""
         return x.astype(jnp.bfloat16) if x.ndim == 4 else x
 
     terms, values, g = jax.tree.map(cast, cases.problem(EVERY_TERM))
@@ -115,7 +115,7 @@ def test_sizes_that_the_mesh_does_not_divide() -> None:
 @pytest.mark.parametrize("length", [None, 5])
 @pytest.mark.parametrize("name", ["packed causal", "packed cross causal", "packed cross window"])
 def test_packed_without_counts(name: str, length: int | None) -> None:
-    """Positions are looked up tile by tile if rows may have any number of segments."""
+    """If packed rows may have any number of segments, positions are looked up tile by tile."""
     terms, values, g = cases.problem(EVERY_TERM)
     mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=length)
     cases.check(terms, values, mask, g, "auto", 2e-5)

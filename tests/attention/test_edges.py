@@ -1,4 +1,4 @@
-"""Extreme sizes, dtypes and numbers that `attend` accepts."""
+"""Tests that `attend` accepts extreme sizes, dtypes and numbers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def cast(tree, dtype):
 
 
 def test_one_example_in_half_precision() -> None:
-    """A batch axis of 1 does not mean that examples share an array.
+    """Tests that an array with a batch axis of size 1 is not treated as shared among examples.
 
-    This is tested for a single call, for `vmap`, and for programs for TPUs.
+    The test covers a single call, a call under `vmap`, and a program for TPUs.
     """
     terms = cast(cases.make_terms(EVERY_TERM, 1, KEYS, KEYS), "float16")
     values = cases.normal("values", 1, KEYS, HEADS, WIDTH, dtype="float16")
@@ -54,7 +54,7 @@ def test_one_example_in_half_precision() -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused"])
 def test_64_bit_integers_by_default(route: str) -> None:
-    """`jax_enable_x64` gives Python's integers 64 bits, also in kernels that are only lowered."""
+    """`attend` works although `jax_enable_x64` turns Python integers into 64-bit arrays."""
     terms = cases.make_terms(cases.ROUTES[route], BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     mask = Mask.padded(jnp.array([11, 4, 0], jnp.int32), causal=True)
@@ -75,7 +75,7 @@ def test_64_bit_integers_by_default(route: str) -> None:
 
 @pytest.mark.parametrize("route", ["fused", "reference"])
 def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
-    """If only queries are masked, real queries still see the sinks."""
+    """Values and sinks may be float64 although the logits are float32."""
     terms = cases.make_terms(("dot_product",), BATCH, KEYS, KEYS)
     values = ("values", BATCH, KEYS, HEADS, WIDTH)
     mask = Mask(query_lengths=jnp.array([11, 4, 0]))
@@ -94,7 +94,7 @@ def test_values_and_sinks_may_be_wider_than_logits(route: str) -> None:
 
 @pytest.mark.parametrize("gap", [14.0, 30.0])
 def test_float16_tables_keep_their_digits(gap: float) -> None:
-    """Padding keys with larger logits do not cost digits of the other keys."""
+    """Large logits of padding keys do not reduce the precision for the other keys."""
     b, n = 2, 32
     logits = cases.normal("logits", HEADS, n, n) + gap * (jnp.arange(n) >= 20)
     values, g = (cases.normal(x, b, n, HEADS, WIDTH, dtype="float16") for x in ("values", "g"))
@@ -107,7 +107,10 @@ def test_float16_tables_keep_their_digits(gap: float) -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
 def test_logits_of_minus_infinity_and_equal_ones_of_any_size(route: str) -> None:
-    """A row that has only such logits counts as a row without keys. Equal logits give the mean."""
+    """A query whose logits are all −∞ counts as a query without keys.
+
+    If all logits are equal, the output is the mean of the values, even if the logits are huge.
+    """
     logits = cases.normal("logits", HEADS, KEYS, KEYS)
     logits = logits.at[:, 3].set(-jnp.inf).at[:, 4, 2:].set(-jnp.inf)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
@@ -144,7 +147,7 @@ def test_empty_arrays(route: str, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("first", [-9, -3, 0, 4])
 @pytest.mark.parametrize("mask", [Mask(window=(1, 2)), Mask(causal=True, window=8)])
 def test_weights_of_a_window_see_as_far_as_the_mask(first: int, mask: Mask) -> None:
-    """This also holds if the mask hides all taps."""
+    """The weights of a window respect the mask, even if the mask hides the whole window."""
     term = (banded(jnp.abs(cases.normal("w", 1, 1, HEADS, 6)), first=first, normalize=True),)
     values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
     pairs = Mask(allowed=mask.pairs(KEYS, KEYS))
@@ -158,7 +161,10 @@ def test_weights_of_a_window_see_as_far_as_the_mask(first: int, mask: Mask) -> N
 @pytest.mark.parametrize("mask", ["causal and padding", "packed causal"])
 @pytest.mark.parametrize("route", [*cases.ROUTES, "banded"])
 def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
-    """Promotion is strict in both passes. Logits may have another dtype than the values."""
+    """Both passes run under strict dtype promotion.
+
+    Logits and values may have different dtypes.
+    """
     masks = cases.self_masks() | cases.packed_masks()
     terms = cast(cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS), "bfloat16")
     if route == "banded":
@@ -182,7 +188,7 @@ def test_no_dtype_is_promoted_by_accident(route: str, mask: str) -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "banded", "reference"])
 def test_padding_may_hold_anything(route: str) -> None:
-    """NaN that comes from padding tokens changes neither outputs nor gradients."""
+    """NaNs in padding tokens change neither the outputs nor the gradients."""
     lengths = jnp.array([11, 4, 0])
     real = (jnp.arange(KEYS) < lengths[:, None])[..., None, None]
     terms = cases.make_terms(cases.ROUTES.get(route, ()), BATCH, KEYS, KEYS)
@@ -201,7 +207,10 @@ def test_padding_may_hold_anything(route: str) -> None:
 
 
 def test_a_traced_position_beyond_a_bias_is_nan() -> None:
-    """Positions that are known when the function is traced raise an error instead."""
+    """If a traced position is outside of a bias, the output is NaN.
+
+    A position that is known during tracing would raise an error instead.
+    """
     term = relative(cases.normal("bias", HEADS, 8), first=-5)
     keys = cases.normal("keys", 1, 4, HEADS, 3)
     values = cases.normal("values", 1, 4, HEADS, WIDTH)
@@ -231,7 +240,7 @@ def test_what_an_alignment_may_return_by_mistake(terms, message: str) -> None:
 
 @pytest.mark.parametrize("way", ["plain", "scan", "checkpoint"])
 def test_the_loop_of_gpus_holds_no_pattern_of_all_examples(way: str) -> None:
-    """The loop over examples does not compute the masks of all examples in advance."""
+    """On GPUs, the loop over examples does not materialize the masks of all examples at once."""
     b, n = 6, 24
     queries = cases.normal("queries", b, n, 4, 8)
     mask = Mask.padded(jnp.arange(b) + 3, causal=True)
@@ -252,9 +261,9 @@ def test_the_loop_of_gpus_holds_no_pattern_of_all_examples(way: str) -> None:
 
 
 def test_factors_of_outer_terms_are_not_rounded() -> None:
-    """GPUs and TPUs multiply float32 with fewer digits by default.
+    """Tests that float32 factors of outer terms are multiplied with full precision on GPUs.
 
-    The reference route never does.
+    By default, GPUs and TPUs round float32 factors of matrix products to fewer digits.
     """
     terms = cases.make_terms(("outer",), BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
@@ -266,7 +275,11 @@ def test_factors_of_outer_terms_are_not_rounded() -> None:
 
 @pytest.mark.parametrize("route", ["static", "fused", "banded"])
 def test_padding_keeps_little_for_the_backward_pass(route: str) -> None:
-    """It keeps neither copies of queries, keys or values, nor arrays of the size of the logits."""
+    """Padding does not increase the memory of the backward pass.
+
+    The backward pass keeps neither copies of queries, keys or values, nor arrays as large as the
+    logits.
+    """
     b, n, h, e = 2, 256, 2, 64
     x = jax.ShapeDtypeStruct((b, n, h, e), jnp.float32)
     table = jax.ShapeDtypeStruct((h, n, n), jnp.float32)

@@ -1,4 +1,4 @@
-"""`explain` of functions that have run before, of NNX layers, and of Flax's own computation."""
+"""Tests `explain` for functions that have run before, NNX layers, and Flax's own attention."""
 
 import functools
 
@@ -56,7 +56,7 @@ def test_terms_are_explained_for_another_platform():
     packed = functools.partial(
         sj.attend, mask=sj.Mask.packed(segments, segments=2, segment_length=256)
     )
-    # Terms that are looked up by position get unpacked rows.
+    # Packed rows are unpacked if a term is looked up by position, so only this call is unpacked.
     bias = sj.attention.static(jnp.ones((2, 512, 512)))
     (gpu,) = sj.explain(packed, (*terms, bias), values, platform="gpu")
     assert gpu.unpacked and gpu.kernel == "Pallas kernels"

@@ -1,4 +1,4 @@
-"""Compares `dot_product_attention` with `jax.nn.dot_product_attention`: outputs and gradients."""
+"""Compares outputs and gradients of `dot_product_attention` with those of `jax.nn`'s function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUTES = {"reference": contextlib.nullcontext, "fused": fused_at_any_size}
 def tokens(
     q: int = Q, k: int = K, n: int = N, kv_heads: int = N, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, ...]:
-    """Returns query, key, value and a cotangent."""
+    """Returns a random query, key and value, and a random cotangent of the output."""
     shapes = {"query": (q, n), "key": (k, kv_heads), "value": (k, kv_heads), "cotangent": (q, n)}
     return tuple(normal(name, B, *shape, H, dtype=dtype) for name, shape in shapes.items())
 
@@ -49,7 +49,10 @@ def mask_of(shape: tuple[int, ...] | None) -> np.ndarray | None:
 
 
 def sees_a_key(mask, is_causal, local_window_size, lengths) -> np.ndarray:
-    """Returns which queries see a key in some head, bool ``[b, q, n]``, from the definitions."""
+    """Returns which queries see at least one key, bool ``[b, q, n]``.
+
+    The result follows the definitions of the arguments in JAX's documentation.
+    """
     seen = np.ones((B, N, Q, K), bool) if mask is None else np.broadcast_to(mask, (B, N, Q, K))
     query = np.arange(Q)[:, None]
     key = np.arange(K)
@@ -88,7 +91,10 @@ def with_gradients(function: Any, x: Any, bias: Any, **options: Any) -> Any:
     ],
 )
 def test_arguments_mean_what_they_mean_in_jax(route, bias, mask, kv_heads, options, lengths):
-    """In contrast to JAX, a query that sees no key gets zeros."""
+    """All arguments have the same meaning as in JAX.
+
+    There is one difference: our output is zero for a query that sees no key.
+    """
     array = mask_of(mask)
     (q_lengths, k_lengths) = lengths
     band = {"is_causal": False, "local_window_size": None} | options
@@ -118,7 +124,10 @@ def test_a_large_bias_of_keys_is_not_rounded_to_bfloat16(shape: tuple[int, ...])
 
 
 def test_long_rows_take_the_fused_route() -> None:
-    """The bias is the sum of a shared bias, a bias of each example, and T5's bias."""
+    """Long sequences use the fused route.
+
+    The bias is the sum of a shared bias, a bias for each example, and T5's bias.
+    """
     n, length, buckets = 2, 140, 16
     x = tokens(length, length, n, 1)
     pieces = {
@@ -144,7 +153,7 @@ def test_long_rows_take_the_fused_route() -> None:
 
 @pytest.mark.parametrize("kind", ["array", "relative", "each example's keys"])
 def test_no_array_is_as_large_as_the_logits(kind: str) -> None:
-    """A compiled training step has one tile of logits, and the gradient of a shared bias once."""
+    """A compiled training step holds only one tile of logits, and one gradient of a shared bias."""
     n, length = 4, 512
     bias, largest = {
         "array": (normal("bias", 1, n, length, length), n * length**2),
@@ -162,7 +171,7 @@ def test_no_array_is_as_large_as_the_logits(kind: str) -> None:
     shapes = re.findall(r"\b(?:f32|bf16|pred)\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) <= largest
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * B * n * length**2
-    # From jax 0.12 on, Pallas asks for the kind of GPU.
+    # Since version 0.12 of jax, Pallas needs to know the kind of GPU.
     chip = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip)):
         traced = step.trace(*qkv, bias)
@@ -198,7 +207,7 @@ def test_terms_and_masks_of_this_library_and_a_traced_scale() -> None:
         with route():
 
             def call(scale):
-                """Calls the function with a traced scale."""
+                """Calls `dot_product_attention` with a traced scale."""
                 return dot_product_attention(q, k, v, bias, mask, scale=scale)
 
             check(fast_jit(call)(0.3), expected)
@@ -207,7 +216,7 @@ def test_terms_and_masks_of_this_library_and_a_traced_scale() -> None:
 @pytest.mark.parametrize(("dtype", "low"), [("float16", -1e30), ("float32", -np.inf)])
 @pytest.mark.parametrize("shape", [(B, 1, 1, K), (B, N, Q, K)])
 def test_a_low_bias_hides_a_key(shape, dtype, low) -> None:
-    """The additive mask hides keys for all examples together or for each example."""
+    """A very low bias hides a key, either for all examples or for one example."""
     x = tokens(dtype=dtype)
     seen = mask_of(shape)
     seen[..., 0] = True
@@ -229,7 +238,7 @@ def test_integer_biases() -> None:
 
 
 def test_a_step_with_t5s_bias() -> None:
-    """The bias starts at the offset of the mask, whether the offset is traced or not."""
+    """In a decoding step, T5's bias starts at the offset of the mask, which may be traced."""
     q, k, v, _ = tokens(q=K, k=K)
     table = relative_bias(normal("table", N, 8), bidirectional=False, max_distance=10)
     whole = dot_product_attention(q, k, v, table, Mask(causal=True))

@@ -1,6 +1,6 @@
-"""The kernels of TPUs and GPUs, compared with the loop and the oracle.
+"""Compares the kernels for TPUs and GPUs with the loop over examples and with the oracle.
 
-The kernels are interpreted. They are also lowered for TPUs.
+The kernels run in interpret mode on a CPU. The kernels for TPUs are also lowered.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ every = pytest.mark.parametrize("platform", FUSED)
 
 
 def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bias=0.0):
-    """Returns output, rows and cotangents of the fused kernels and of the loop.
+    """Returns output, row statistics and cotangents, of the fused kernels and of the loop.
 
-    The padding contains NaN everywhere.
+    All padding in the inputs is NaN.
     """
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     terms = jax.tree.map(lambda x: x + bias, terms)
@@ -81,7 +81,7 @@ def check_fused(platform, names, mask, q, k, bound=2e-5, **options):
 
 
 def use_tile_sizes(monkeypatch, queries, keys):
-    """Gives the tiles of all GPU kernels these sizes."""
+    """Makes all GPU kernels use tiles of the given sizes."""
     sizes = fused_gpu_geometry.TileSizes(queries, keys, warps=4, stages=2)
     monkeypatch.setattr(fused_gpu_geometry, "choose_tile_sizes", lambda *_, **__: sizes)
 
@@ -95,7 +95,11 @@ MASKS = {
 
 @pytest.mark.parametrize(("platform", "name"), [(p, name) for p in FUSED for name in MASKS[p]])
 def test_fused_kernels_with_every_kind_of_mask(platform, name):
-    """Packed rows have only terms without positions, because others are unpacked first."""
+    """Compares the fused kernels with the oracle for every kind of mask.
+
+    Packed rows are tested only with terms that do not depend on positions, because rows are
+    unpacked for all other terms.
+    """
     mask, q = (CROSS | OWN)[name]
     names = TERMS[platform]
     if mask.query_segments is not None:
@@ -117,7 +121,7 @@ def test_patterns_and_capped_logits(platform, heads):
 @every
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
 def test_tiles_of_queries_and_keys(platform, names, monkeypatch):
-    """There are more rows than fit into a tile, and their number is not a multiple of its size."""
+    """There are more queries and keys than fit into a tile, and the last tile is not full."""
     monkeypatch.setattr(fused_tpu_geometry, "MAX_TILE", 128 * 16)
     use_tile_sizes(monkeypatch, 32, 64)
     lengths = jnp.array([140, 129, 0])
@@ -133,7 +137,7 @@ def test_tiles_of_queries_and_keys(platform, names, monkeypatch):
 @every
 @pytest.mark.parametrize("name", ["relative", "static"])
 def test_rows_without_queries_do_not_overflow(platform, name, monkeypatch):
-    """Padding and the end of the last tile have such a bias that exp is infinite in float32."""
+    """A bias at padding positions does not overflow, although its exponential is infinite."""
     use_tile_sizes(monkeypatch, 16, 16)
     check_fused(platform, (name,), Mask(query_lengths=jnp.array([20, 5, 0])), 20, 20, bias=100.0)
 
@@ -165,7 +169,8 @@ def test_equal_logits_of_any_size_give_the_mean(platform, size):
     np.testing.assert_allclose(out, mean, atol=1e-5)
 
 
-# The CPU compiler of jaxlib 0.12.0 fuses products of bfloat16, but cannot compile the result.
+# The CPU compiler of jaxlib 0.12.0 fuses matrix products in bfloat16, but fails to compile the
+# fusion. Disable these fusions.
 NO_FUSED_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
@@ -173,9 +178,9 @@ NO_FUSED_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
     jax.jit, static_argnums=0, compiler_options={**cases.FAST_COMPILE, **NO_FUSED_PRODUCTS}
 )
 def run_static(offset, terms, values, mask, g):
-    """Returns the output, the cotangents of terms and values, and a measure of the denominators.
+    """Returns the output, the cotangents, and the largest inverse of a softmax denominator.
 
-    The measure is the largest value of one divided by a denominator.
+    The cotangents are those of terms and values.
     """
     q = g.shape[1]
     inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
@@ -215,7 +220,10 @@ def test_static_kernels_with_every_kind_of_mask(name, names):
 
 @pytest.mark.parametrize("gap", [20, 60, 1000])
 def test_logits_far_under_the_maximum_are_noticed(gap):
-    """Keys that are padding in some examples have much larger logits, so the loop has to run."""
+    """The static kernels notice that their result is inaccurate, so that the loop runs instead.
+
+    Keys that are padding in some examples have much larger logits than the other keys.
+    """
     mask, q = CROSS["padding"]
     logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
     terms = (static(logits),)
@@ -240,7 +248,7 @@ def test_static_bfloat16_is_as_close_as_the_loop():
 
     ours, _ = run_static(0, terms, values, mask, g)
     assert errors(ours) < 1.5 * errors(cases.run(terms, values, mask, g, "static")) < 0.02
-    # The gradient of a table in bfloat16 is summed in float32.
+    # If a table is in bfloat16, its gradient is still summed in float32.
     narrow = Static(terms[0].logits.astype(jnp.bfloat16))
     wide = Static(narrow.logits.astype(jnp.float32))
     (_, (found,), _), (_, (exact,), _) = (
@@ -269,7 +277,7 @@ def test_calls_that_the_kernels_do_not_support():
     assert "which is too large for the kernels" in fused_gpu.obstacle(inputs)
     half = values.astype(jnp.float16)
     assert all("float16" in obstacle for obstacle in obstacles(Mask(), half))
-    # A row with few keys still fills registers.
+    # Even if a row has few keys, its logits occupy whole registers.
     assert fused_tpu_geometry.choose_tile_rows(16384, 16) * 128 <= fused_tpu_geometry.MAX_TILE
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         large = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -292,7 +300,10 @@ def test_tpus_run_the_kernels():
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_the_callers_precision_reaches_what_a_platform_runs(platform):
-    """It is traced when the program is lowered, after the context has ended."""
+    """The caller's matrix precision applies, although the function is traced during lowering.
+
+    At that time, the context manager that sets the precision has already ended.
+    """
 
     def square(x):
         """Returns a matrix product."""

@@ -1,4 +1,4 @@
-"""What masks accept and refuse, and what they mean in packed rows."""
+"""Tests what masks accept and refuse, and what they mean in packed rows."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def test_an_array_of_keys_hides_no_query() -> None:
 
 
 def test_self_attention_is_known_behind_jit_and_checkpoint() -> None:
-    """T5's bias is not looked up in rows of many segments, whatever has traced the mask."""
+    """A mask remains known as self-attention behind `jit` and `checkpoint`.
+
+    T5's bias is therefore not looked up separately for the many segments of packed rows.
+    """
     terms = cases.make_terms(("dot_product", "relative"), BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
 
@@ -121,7 +124,7 @@ def test_self_attention_is_known_behind_jit_and_checkpoint() -> None:
     ("form", "counted"), [("distance", {}), ("starts", COUNTED), ("per token", COUNTED)]
 )
 def test_windows_of_packed_cross_attention(form: str, counted: dict) -> None:
-    """Hard-coded cross-attention looks at the same places as in a row of its own."""
+    """In packed rows, a window of cross-attention covers the same keys as in separate rows."""
     width = 3
     weights = {
         "distance": cases.normal("w", 1, 1, HEADS, width),

@@ -1,4 +1,4 @@
-"""A term that is defined outside of the package, in one file, and that all layers can use."""
+"""Defines a new term in one file outside of the package, and tests that all layers can use it."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from synthesizer_jax.primitives.parameters import apply_method
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Salience(Term):
-    """How much every key wants to be seen by any query: ``logits[b, h, q, k] = x[b, k, h]``."""
+    """Logits that depend only on the key: ``logits[b, h, q, k] = x[b, k, h]``."""
 
     x: Annotated[jax.Array, "b", "k", "h"]
 
@@ -41,7 +41,7 @@ class BySalience(Alignment):
     @nn.compact
     def __call__(self, queries, keys, context):
         x = project(keys, heads=context.num_heads, width=1, name="salience")
-        if self.known:  # like a term of the package
+        if self.known:  # as for the package's own terms
             ones = jnp.ones((*queries.shape[:2], context.num_heads, 1), x.dtype)
             return (low_rank(ones, x, token_keys=True),)
         return (Salience(x[..., 0]),)

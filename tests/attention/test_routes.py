@@ -1,4 +1,4 @@
-"""All routes compared with the oracle, forward and backward, with all masks."""
+"""Compares outputs and gradients of all routes with the oracle, for all masks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_soft_cap(route: str, name: str) -> None:
 def test_sinks(route: str, name: str) -> None:
     mask, q = MASKS[name]
     terms, values, g = cases.problem(EVERY_TERM, q, KEYS)
-    sinks = jnp.array([0.5, 400.0])  # the second sink takes all weight
+    sinks = jnp.array([0.5, 400.0])  # the second sink receives nearly all of the weight
     *found, dsinks = cases.run(terms, values, mask, g, route, sinks)
     answer = oracle.attention(terms, values, mask, g, sinks=sinks)
     cases.compare(found, answer, BOUND)

@@ -1,4 +1,4 @@
-"""The static route where it could lose precision: logits far below the maximum of their row."""
+"""Tests the precision of the static route if logits are far below the maximum of their row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LENGTHS = jnp.array([11, 6, 0])
 
 
 def logits_with_gap(gap: float) -> jax.Array:
-    """Returns logits whose last keys, which are padding in two examples, are larger by `gap`."""
+    """Returns logits that are larger by `gap` for the last keys.
+
+    In two examples, these keys are padding.
+    """
     return cases.normal("far", H, N, N) + gap * (jnp.arange(N) >= 6)
 
 
@@ -38,7 +41,7 @@ def padding_masks() -> dict[str, Mask]:
 
 
 def is_exact(logits: jax.Array, values: jax.Array, mask: Mask) -> bool:
-    """Whether the route uses matrix products, because they do not lose digits here."""
+    """Whether the static route uses matrix products because they are precise enough."""
     inputs = static_inputs(Call((static(logits),), values, mask, logits.shape[1]))
     _, residuals = _attend_static_fwd(logits.shape[1], Options(None, 0, ()), inputs)
     return bool(residuals.is_exact)
@@ -68,7 +71,11 @@ def test_large_future_logits_do_not_underflow_causal_rows() -> None:
 
 
 def test_padding_queries_do_not_trigger_the_loop() -> None:
-    """A log-Gaussian bias covers many thousands, but every real query has keys near its maximum."""
+    """Only real queries decide whether the precise loop is needed, not padding queries.
+
+    The logits of a Gaussian bias differ by many thousands, but every real query sees keys whose
+    logits are near the maximum.
+    """
     distance = jnp.arange(64.0) - jnp.arange(64.0)[:, None]
     logits = jnp.broadcast_to(-8.0 * distance**2, (H, 64, 64))
     values = cases.normal("values", B, 64, H, E)

@@ -1,6 +1,6 @@
-"""Damaged files of runs, T5X checkpoints and folders of transformers.
+"""Tests damaged files of runs, T5X checkpoints and folders of transformers.
 
-Each gives one sentence and leaves nothing behind.
+Every damage leads to an error of one sentence, and no files are left behind.
 """
 
 import json
@@ -36,7 +36,7 @@ def state() -> TrainState:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with undamaged files of all kinds, each in a folder of its own."""
+    """A directory with undamaged files of all kinds, each in a separate folder."""
     folder = tmp_path_factory.mktemp("whole")
     for name in ("run/code", "t5x", "tensorstore/checkpoint_1", "tokenizer"):
         (folder / name).mkdir(parents=True)
@@ -75,7 +75,7 @@ READERS: dict[str, Callable[[pathlib.Path], Any]] = {
 
 
 def saved(change: Callable[[Any], object]) -> str:
-    """Returns the JSON of an experiment in which something is changed."""
+    """Returns the JSON of an experiment, to which a change was applied."""
     data = to_json(experiment())
     change(data)
     return json.dumps(data)
@@ -86,7 +86,7 @@ def with_fields(**fields: object) -> Callable[[bytes], bytes]:
 
 
 def without(*keys: str) -> Callable[[bytes], bytes]:
-    """Returns a function that removes an entry of T5X's parameters."""
+    """Returns a function that removes an entry from T5X's parameters."""
 
     def damage(data: bytes) -> bytes:
         tree = serialization.msgpack_restore(data)
@@ -119,7 +119,8 @@ BPE = {
 }
 T5X, TOKENIZER = "t5x/checkpoint_1", "tokenizer/tokenizer.json"
 DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = [
-    # Each case has the file, its new content (None deletes it), and the expected sentence.
+    # Each case has a file, the new content of the file (None deletes the file), and the expected
+    # error.
     (EXPERIMENT, lambda data: data[:900], r"cannot be read: .* line \d"),
     (EXPERIMENT, "[]", r"it contains \(\), but it must contain an Experiment"),
     (EXPERIMENT, '{"type": "Experiment"}', r"missing .*'model'"),
@@ -191,7 +192,8 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
             {"added_tokens": []},
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}},
             {"model": BPE | {"vocab": {"a": 0, "b": 2}}},
-            # Another library's tokenizer splits text like this, but SentencePiece does not.
+            # A tokenizer of another library splits text at added tokens, but SentencePiece does
+            # not.
             {"added_tokens": [*GOOD["added_tokens"], {"id": 8, "content": "<sep>"}]},
             {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}},
             {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
@@ -209,7 +211,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
     (T5X, without("token_embedder"), "has no matrix token_embedder/embedding, so"),
     (
         "tensorstore/checkpoint_1/target.token_embedder.embedding/0.0",
-        *(None, r"token_embedder\.embedding cannot be read: "),  # they are not read as zeros
+        *(None, r"token_embedder\.embedding cannot be read: "),  # arrays are not read as zeros
     ),
     (ZARRAY, lambda data: data.replace(b"384", b"1099511627776", 1), "its chunks have the shape"),
     (ZARRAY, lambda data: data.replace(b'"<f4"', b'[["a", "<f4", []]]'), "its dtype is"),
@@ -221,7 +223,7 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
 def test_damage_gives_one_sentence_and_no_trace(
     whole, tmp_path, monkeypatch, name, content, message
 ) -> None:
-    # A pickle that is executed would leave files here.
+    # If a pickle were executed, it would create files in this directory.
     monkeypatch.chdir(tmp_path)
     folder = name.split("/")[0]
     shutil.copytree(whole / folder, tmp_path / folder)

@@ -1,4 +1,4 @@
-"""Checkpoints: checksums with several devices, damage, and which checkpoints are kept."""
+"""Tests checksums with several devices, damaged checkpoints, and which checkpoints are kept."""
 
 import math
 import pathlib
@@ -52,7 +52,7 @@ def test_checksums_of_parts_add_up() -> None:
 
 
 class Position:
-    """A data stream that consists only of its position."""
+    """A data stream that only has a position and no data."""
 
     error: Exception | None = None
 
@@ -92,12 +92,12 @@ def whole(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def saved(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy of that directory, to be damaged."""
+    """A copy of the directory of checkpoints that the test may damage."""
     return shutil.copytree(whole, tmp_path / "saved")
 
 
 def newest(directory: pathlib.Path, name: str = "x") -> tuple[int, int]:
-    """Returns the step of the restored state and the position of the data stream."""
+    """Restores the newest usable checkpoint. Returns its step and the data stream's position."""
     checkpoints = Checkpoints(directory)
     stream = Position()
     restored = checkpoints.restore_newest(jax.eval_shape(lambda: state(0, name)), stream)
@@ -112,7 +112,10 @@ def flip(path: pathlib.Path, place: int, bit: int = 0) -> None:
 
 
 def test_a_flipped_bit_restores_the_step_before(saved: pathlib.Path, caplog) -> None:
-    """If a bit of the arrays flips, the step before is restored, unless the bit changes nothing."""
+    """If a bit of a checkpoint's arrays flips, the checkpoint before it is restored.
+
+    If the flipped bit has no effect, the damaged checkpoint itself may be restored.
+    """
     assert newest(saved) == (2, 2)
     files = [p for p in (saved / "2" / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
     path = max(files, key=lambda p: p.stat().st_size)

@@ -1,4 +1,4 @@
-"""Checkpoints whose arrays are written while they are read."""
+"""Tests checkpoints whose arrays are written one by one while they are read."""
 
 import numpy as np
 import pytest

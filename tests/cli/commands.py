@@ -1,4 +1,4 @@
-"""Calls the command line, in this process or in another one."""
+"""Calls the command line, in this process or in a new process."""
 
 import json
 import pathlib
@@ -19,7 +19,10 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def call(command: str, *words: object, code: int = 0) -> str:
-    """Returns what a command prints, and checks its exit code. Other errors are raised."""
+    """Runs a command, checks its exit code, and returns what it prints.
+
+    Errors that the command line does not handle are raised.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     result = CliRunner().invoke(app, [*command.split(), *map(str, words)])
     for number, handler in handlers.items():
@@ -31,7 +34,7 @@ def call(command: str, *words: object, code: int = 0) -> str:
 
 
 def start(command: str, environment: dict[str, str] | None = None, **options) -> subprocess.Popen:
-    """Starts the command in a process of its own."""
+    """Starts a command in a new process."""
     own = [sys.executable, "-m", "synthesizer_jax", *command.split()]
     return subprocess.Popen(own, env=without_devices() | (environment or {}), **options)
 
@@ -39,7 +42,7 @@ def start(command: str, environment: dict[str, str] | None = None, **options) ->
 def run_all(place: pathlib.Path, commands: Sequence, **environment: str) -> list[tuple[int, str]]:
     """Runs commands one after the other in one process.
 
-    Returns the exit code and the text of each command.
+    Returns the exit code of each command, and the text that it printed.
     """
     words = [command.split() if isinstance(command, str) else command for command in commands]
     (place / "commands.json").write_text(json.dumps(words))

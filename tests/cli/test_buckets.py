@@ -1,4 +1,4 @@
-"""Runs and data in buckets, as a user types it, with the simulated storage of `tests.buckets`."""
+"""Tests commands whose runs and data are in simulated buckets of Google Cloud Storage."""
 
 import pathlib
 import signal
@@ -15,7 +15,7 @@ from tests.cli.commands import PIPES, RECIPE, run_all, start
 
 @pytest.fixture(scope="module")
 def store(synthetic_data: pathlib.Path):
-    """Buckets with the synthetic data sets, prepared as the recipe reads them."""
+    """Simulated buckets that contain the prepared synthetic data sets."""
     prepare("synthetic_sst2", PreparedTasks(synthetic_data, Bytes().build()))
     with buckets.serve() as store:
         store.upload(synthetic_data, "bucket/data")

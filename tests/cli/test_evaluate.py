@@ -1,6 +1,6 @@
-"""`eval`, `predict` and `generate` as a user types them.
+"""Tests the commands `eval`, `predict` and `generate` as a user would run them.
 
-Among the tests are files of results, damaged checkpoints and lines of text.
+The tests include result files, damaged checkpoints and lines of input text.
 """
 
 import io
@@ -28,7 +28,7 @@ from tests.training.tiny import damage
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A directory with data, and a run of two steps whose mesh divides parameters by eight."""
+    """A directory with data, and a run of two steps that shards parameters over eight devices."""
     place = tmp_path_factory.mktemp("eval")
     runs.write_data(place / "data")
     experiment = runs.experiment(mesh=MeshShape(fsdp=8))
@@ -43,7 +43,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def run(place, tmp_path):
-    """A copy of the run, to be damaged."""
+    """A copy of the run that the test may damage."""
     return shutil.copytree(place / "run", tmp_path / "run")
 
 
@@ -211,9 +211,9 @@ def say(place, options, *words):
 
 
 def test_several_texts_and_their_scores(place):
-    """The lines of an input stand together.
+    """With `--samples`, all output lines for the same input are consecutive.
 
-    The first one is what is printed without `--samples`.
+    The first line for each input is the text that is printed without `--samples`.
     """
     options = "--max-length 4 --beams 3 --alpha 1.0"
     best = say(place, options, *TEXTS)

@@ -1,4 +1,4 @@
-"""A run with several processes on one machine is the same as a run with one process."""
+"""Tests that a run gives the same results with several processes as with one process."""
 
 import json
 import pathlib
@@ -33,7 +33,7 @@ def group(processes, *command):
 
 
 def started(place, command):
-    """Runs a command to its end. All commands share a cache of compiled programs."""
+    """Runs a command until it ends. All commands share a cache of compiled programs."""
     own = {**without_devices(), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     own |= {"JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
     return subprocess.run(command, cwd=place, env=own, capture_output=True, text=True, timeout=300)
@@ -55,7 +55,7 @@ def lines(place, workdir, kind="train"):
 
 @pytest.fixture(scope="module")
 def alone(place):
-    """The log of a run of one process with eight devices."""
+    """The log of a run that uses one process with eight devices."""
     run(place, "alone", 1)
     return lines(place, "alone")
 
@@ -74,7 +74,10 @@ def test_more_processes_train_the_same(place, alone):
 
 @pytest.mark.usefixtures("alone")
 def test_more_processes_predict_the_same(place):
-    """Process zero writes the predictions of all processes."""
+    """Several processes make the same predictions as one process.
+
+    The first process writes the predictions of all processes.
+    """
     rows = {}
     for processes in (1, 2):
         folder = place / f"predicted_{processes}"
@@ -93,9 +96,10 @@ def test_more_processes_predict_the_same(place):
 
 
 def test_a_run_moves_to_another_mesh(place, alone):
-    """With the same topology, the run continues to the last bit.
+    """A run can continue with a different number of processes or a different mesh.
 
-    With another one, it nearly does.
+    With the same topology, the losses are bit-identical. With a different topology, they are equal
+    up to rounding.
     """
     for workdir in ("continues", "moves"):
         shutil.copytree(place / "alone", place / workdir)
@@ -110,7 +114,10 @@ def test_a_run_moves_to_another_mesh(place, alone):
 
 
 def test_all_processes_stop_early_and_stay_stopped(place):
-    """The scores are those of averaged parameters, and no improvement is as large as required."""
+    """If one evaluation after another brings no improvement, all processes stop early.
+
+    The evaluations use averaged parameters.
+    """
     settings = (
         *("--set", "evaluation.every=1", "--set", "evaluation.patience=2"),
         *("--set", "evaluation.min_improvement=1000", "--set", "training.ema=0.9"),
@@ -135,7 +142,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
         "    return whole()\n"
     )
     command = "train recipe.py --workdir run --data-dir data"
-    result = started(tmp_path, group(2, *command.split()))  # by default, JAX would let them wait
+    result = started(tmp_path, group(2, *command.split()))  # by default, JAX would wait
     assert result.returncode == 2, result.stderr
     assert "recipe.py, line 6: ValueError: this host lacks a file" in result.stderr
 

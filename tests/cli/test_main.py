@@ -1,4 +1,4 @@
-"""How the program ends, what the doctor says, and how compiled programs are kept."""
+"""Tests exit codes, the command `doctor`, and the cache of compiled programs."""
 
 import os
 
@@ -58,7 +58,7 @@ def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monk
     assert list((tmp_path / "run").iterdir()) == []
 
     def everyone(_, mine):
-        """Returns the facts of four hosts, of which two differ."""
+        """Returns the facts that four hosts report. Two of the hosts differ from the others."""
         return [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
 
     monkeypatch.setattr(processes, "all_gather", everyone)

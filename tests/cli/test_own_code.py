@@ -1,6 +1,6 @@
-"""A user's classes, SeqIO tasks and metrics work after training.
+"""Tests that a user's classes, SeqIO tasks and metrics still work after training.
 
-The code in the directory of a run is not executed.
+Code that is stored in the directory of a run is not executed.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import synthesizer_jax.distillation.distill  # noqa: F401 - its classes are registered before `afresh`
+import synthesizer_jax.distillation.distill  # noqa: F401 - registers classes before `afresh`
 from synthesizer_jax.base import registry
 from synthesizer_jax.cli.recipes import load_with_code
 from synthesizer_jax.runs import code
@@ -183,7 +183,7 @@ def test_a_student_inherits_its_teachers_code(place, tmp_path):
         f"distill {tmp_path}/student.py --teacher {place}/run --quiet --import {place}/mine.py "
         f"--workdir {tmp_path}/student --data-dir {place}/data"
     )
-    # The file of the student's recipe registers nothing, so it is not needed later.
+    # The file of the student's recipe registers no classes, so later commands do not need it.
     assert code.recorded_code(tmp_path / "student") == code.recorded_code(place / "run")
 
 

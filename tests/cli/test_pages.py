@@ -1,4 +1,4 @@
-"""All commands, options and recipes on the pages of the documentation exist."""
+"""Tests that all commands, options and recipes that the documentation mentions exist."""
 
 import pathlib
 import re
@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the words after `synthesizer-jax` of all such lines in the shell blocks of a page."""
+    """Returns the arguments of all `synthesizer-jax` commands in a page's shell blocks."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in blocks.splitlines()]
     return [words[1:] for words in lines if words[:1] == ["synthesizer-jax"]]

@@ -1,4 +1,4 @@
-"""Recipes on the command line: lists, wrong names, errors, and missing extras."""
+"""Tests recipes on the command line: lists, wrong names, errors, and missing packages."""
 
 import os
 
@@ -122,7 +122,10 @@ def test_the_costs_that_come_with_the_package_are_those_of_the_zoo(name):
 
 
 def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_path_factory):
-    """This also holds if the process that prepares the data ends with this sentence."""
+    """If optional packages are missing, the error says in one sentence what to install.
+
+    The error may also come from the process that prepares the data.
+    """
     absent = tmp_path_factory.mktemp("absent")
     error = "raise ModuleNotFoundError('not here', name='tensorflow')\n"
     (absent / "tensorflow.py").write_text(error)

@@ -1,4 +1,4 @@
-"""Training as a user types it: with and without a terminal, interrupted, refused and continued."""
+"""Tests training as a user runs it: with and without a terminal, interrupted and continued."""
 
 import fcntl
 import json
@@ -54,12 +54,15 @@ def test_a_full_disk_is_named(tmp_path, synthetic_data) -> None:
 
 
 def read_terminal(descriptor: int, until: str | None = None) -> str:
-    """Returns what a program writes to its terminal until it writes a text or ends."""
+    """Returns what a program writes to its terminal.
+
+    Reading stops when the program ends, or after the text `until`.
+    """
     shown = b""
     while until is None or until.encode() not in shown:
         try:
             part = os.read(descriptor, 4096)
-        except OSError:  # on Linux: nobody writes to it any more
+        except OSError:  # on Linux, the program has closed the terminal
             part = b""
         if not part:
             break
@@ -80,7 +83,7 @@ def test_training_is_interrupted_with_and_without_a_terminal(tmp_path, synthetic
             call(endless)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
-    assert process.returncode in (130, -signal.SIGINT)  # negative: in an evaluation, after a save
+    assert process.returncode in (130, -signal.SIGINT)  # negative in an evaluation
     if process.returncode == 130:
         assert errors.endswith(
             "The process was stopped by SIGINT. Everything is saved. Start the same command again "
@@ -126,7 +129,7 @@ def finished(tmp_path_factory, synthetic_data) -> pathlib.Path:
 
 @pytest.fixture
 def copied(finished, tmp_path) -> pathlib.Path:
-    """A copy of that run, to be damaged."""
+    """A copy of the finished run that the test may damage."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
@@ -145,7 +148,7 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path, synthetic_data, wrong,
 
 
 def test_a_start_without_checkpoints_does_not_block_the_directory(copied, synthetic_data) -> None:
-    """A run that has saved no checkpoint gets the settings and the log of its next start."""
+    """A run that has saved no checkpoint may be started again with different settings."""
     shutil.rmtree(copied / "checkpoints")
     (copied / "events.jsonl").unlink()
     call(train(copied, synthetic_data, "training.steps=2", "training.seed=7"))
@@ -197,7 +200,7 @@ def test_mistakes_are_reported_before_data_is_prepared(
     copied, monkeypatch, command, message
 ) -> None:
     def prepare(*_, **__):
-        """Fails, because nothing may be prepared."""
+        """Fails the test, because no data may be prepared."""
         pytest.fail("data was prepared")
 
     for module in ("data", "train"):

@@ -1,4 +1,4 @@
-"""All commands as a user types them, in one process: what they print, and their exit codes."""
+"""Tests the output and the exit code of all commands, as a user would run them."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ DISTILL = (
 GENERATE = "generate --workdir runs/{} review:good"
 
 SESSION = [
-    # Lists, and mistakes that are found before anything is computed.
+    # Commands that list something, and mistakes that are found before any computation.
     ("recipes quickstart", 0, "training.steps=1200 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', but 'xs' or"),
@@ -43,13 +43,13 @@ SESSION = [
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
     (f"{TRAIN} --set init_from=a.jsonl", 2, "contains no experiment.json. Give the directory"),
-    (TRAIN, 2, "own_files"),  # it is not imported yet
+    (TRAIN, 2, "own_files"),  # the data set is not imported yet
     (
         "train finetune --workdir runs/x --data-dir d",
         2,
         "There is no SentencePiece model spiece.model",
     ),
-    # Data of one's own.
+    # Commands for the user's own data.
     ("data list glue --data-dir d", 2, "There is no mixture or task 'glue'"),
     ("data import glu --from .", 2, "no data set 'glu' to import, did you mean 'glue'"),
     ("data import glue --from .", 2, "error: . has none of the files of glue: CoLA/train.tsv"),
@@ -71,7 +71,7 @@ SESSION = [
         0,
         "lengths of 40 rows in bytes",
     ),
-    ("data check own_files --data-dir DATA", 0, "train 3"),  # rows 1, 3 and 5 are in both
+    ("data check own_files --data-dir DATA", 0, "train 3"),  # rows 1, 3 and 5 are in both splits
     ("data vocabulary own_files --output v --data-dir DATA --size 32", 0, "32 pieces from 80"),
     ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
     (
@@ -79,7 +79,7 @@ SESSION = [
         2,
         "--workers is 0, but it must be 1 to",
     ),
-    # Training: a run that prepares its data, is continued, and is refused.
+    # Training: a run prepares its data, continues, and refuses changed settings.
     (
         f"{TRAIN} --set training.steps=2",
         0,
@@ -93,7 +93,7 @@ SESSION = [
     ),
     ("train DATA --workdir runs/x", 2, "contains no experiment.json"),
     ("train runs/mien --workdir runs/x", 2, "no recipe and no directory 'runs/mien'"),
-    # What can be done with a run.
+    # Commands that use the finished run.
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
     (
@@ -115,7 +115,7 @@ SESSION = [
     (f"{GENERATE.format('mine')} --input a.jsonl", 2, "arguments or with --input, not both"),
     ("report runs/mine runs/again --output page.html", 0, "own_files │ accuracy"),
     ("doctor --workdir a.jsonl", 2, "File exists"),
-    # Other runs that start from it.
+    # Commands that make other runs from the finished run.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
     (
         "convert runs/mine runs/mixture --encoder rw",
@@ -161,7 +161,10 @@ SESSION = [
 
 
 def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str, str]:
-    """Runs commands, and checks the exit code, a text, and that an error is one line."""
+    """Runs commands and checks their exit codes and outputs.
+
+    An error must be a single line.
+    """
     found = run_all(place, [command for command, _, _ in expected])
     texts = [(code, " ".join(text.split())) for code, text in found]
     other = [
@@ -194,7 +197,8 @@ def test_a_session_from_a_file_to_a_report(tmp_path) -> None:
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "review:good 1" in page
     assert "<svg" in (tmp_path / "heads.html").read_text(encoding="utf-8")
-    # A converted run gives the same answers, which depend on all parameters.
+    # A converted run gives the same answers as the original run. The answers depend on all
+    # parameters.
     assert said[GENERATE.format("mixture")] == said[GENERATE.format("mine")]
     assert said["generate runs/mine review:good"] == said[GENERATE.format("mine")]
     left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "runs").iterdir())}

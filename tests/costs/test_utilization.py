@@ -1,6 +1,6 @@
-"""Utilization: the FLOPs that a model needs, relative to what a chip can do in the same time.
+"""Tests utilization, which is the FLOP rate of a model divided by the peak rate of a chip.
 
-The memory that a host has left is tested, too.
+The free memory of a host is tested, too.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,10 @@ D, F, H, E, V, Q, K, BATCH = 16, 24, 2, 4, 32, 8, 12, 3
 
 
 def forward():
-    """Returns the multiply-adds of an example: an encoder layer, a decoder layer and the output."""
+    """Returns the multiply-adds for one example in a model with two layers.
+
+    The model has an encoder layer, a decoder layer and an output projection.
+    """
 
     def attention(q, k):
         """Returns the multiply-adds of an attention layer."""
@@ -48,7 +51,7 @@ def test_rates_of_an_interval(monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     throughput = metrics.Throughput()
     throughput.utilizations = {"mfu": 0.05}
-    for capacity in (20, 60) * 3:  # every batch has a capacity of its own
+    for capacity in (20, 60) * 3:  # the capacity changes between batches
         throughput.add(10.0, capacity=capacity)
     now[0] = 2.0
     speeds = {"steps_per_second": 3.0, "tokens_per_second": 30.0, "padding": 0.75}
@@ -83,7 +86,7 @@ def test_mfu_is_a_share_of_the_published_peak_and_the_product_has_its_own_name(m
         ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
         ("NVIDIA A100 80GB PCIe", 312e12, 156e12),
         ("Tesla T4", None, 8.1e12),
-        ("NVIDIA L40S", None, None),  # it must not be taken for the L4
+        ("NVIDIA L40S", None, None),  # an L40S must not be mistaken for an L4
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None, None),
         ("TPU v5 lite pod", None, None),
     ],

@@ -1,6 +1,6 @@
-"""Small prepared tasks, which are written without SeqIO.
+"""Writes small prepared tasks without SeqIO.
 
-Their rows are numbered from 0 and tokenized as bytes.
+The rows of a task are numbered from 0, and their texts are tokenized as bytes.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def text(name: str, row: int) -> str:
 
 
 def ids(string: str) -> list[int]:
-    """Returns the ids of ByT5: bytes plus 3, and EOS, which is 1."""
+    """Returns the token ids of ByT5, which are the bytes plus 3, followed by EOS, which is 1."""
     return [byte + 3 for byte in string.encode()] + [1]
 
 
@@ -76,7 +76,7 @@ def spell(tokens: np.ndarray) -> str:
 def example(name: str, row: int) -> tuple[list[int], list[int]]:
     """Returns the ids of the inputs and targets of a row.
 
-    For tasks with inputs, the target is the number of the row.
+    In tasks with inputs, the target is the number of the row.
     """
     if name in TEXTS:
         return [], ids(text(name, row))
@@ -87,8 +87,8 @@ def example(name: str, row: int) -> tuple[list[int], list[int]]:
 def write(data_dir: pathlib.Path) -> None:
     """Writes all tasks.
 
-    Each has a split ``train``, and five rows of ``validation`` with everything that evaluation
-    needs.
+    Each task has a split ``train`` and a split ``validation``. The latter has five rows with all
+    fields that evaluation needs.
     """
     prepared = PreparedTasks(data_dir, VOCABULARY)
     for name, rows in ROWS.items():
@@ -132,9 +132,9 @@ def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> 
 
 
 def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:
-    """Returns the stream of a configuration with changes.
+    """Returns the data stream of a configuration after some changes.
 
-    The changes ``here`` and ``saved`` are lists of virtual shards.
+    The options ``here`` and ``saved`` are lists of virtual shards.
     """
     options = {"shards": changes.pop("here", None), "saved": changes.pop("saved", None)}
     config = dataclasses.replace(config, **changes)
@@ -142,7 +142,7 @@ def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: objec
 
 
 def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the fields of each example of a batch without padding, row by row."""
+    """Yields the examples of a batch, row by row, without padding."""
     sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
@@ -160,7 +160,7 @@ def inputs(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
 
 
 def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
-    """Returns digests of everything in the next batches, including the dtypes."""
+    """Returns digests of the next batches. A digest covers all fields and their dtypes."""
     result = []
     for _ in range(count):
         parts = [

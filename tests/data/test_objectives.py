@@ -1,4 +1,4 @@
-"""Objectives: T5's table of lengths, examples by hand, and properties of all examples."""
+"""Tests objectives with T5's table of lengths, examples by hand, and properties of all examples."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ NOISE = np.array([word in ("for", "inviting", "last") for word in SENTENCE])
 
 
 def ids(string: str) -> np.ndarray:
-    """Returns the ids of words, of sentinels ``<0>``, ``<1>``, … and of ``</s>``."""
+    """Returns the ids of a string of words, sentinels such as ``<0>``, and ``</s>``."""
     special = {"</s>": 1} | {f"<{i}>": FIRST_SENTINEL - i for i in range(100)}
     return np.array([special.get(w) or SENTENCE.index(w) + 10 for w in string.split()], np.int32)
 
@@ -46,7 +46,7 @@ def counted(seed: int = 0) -> Draws:
 
 
 class Given:
-    """Random numbers that are given in advance, call by call."""
+    """Replaces a random number generator, and returns the given numbers call by call."""
 
     def __init__(self, *values: list):
         self._values: Iterator[np.ndarray] = iter([np.asarray(v) for v in values])
@@ -83,12 +83,17 @@ def test_draws_depend_only_on_seed_place_and_call() -> None:
 
 
 def test_examples_by_hand() -> None:
-    """The figure of the paper, spans, a suffix with a mode, prefixes, and whole texts."""
+    """Compares objectives with examples that were made by hand.
+
+    The examples are the figure in T5's paper, corrupted spans, a suffix with a mode token,
+    prefixes, and whole texts.
+    """
     marked = "Thank you <0> me to your party <1> week ."
     for noise, expected in ((NOISE, marked), (~NOISE, "<0> for inviting <1> last <2>")):
         replaced = replace_spans(TOKENS, noise, vocab_size=VOCAB_SIZE)
         np.testing.assert_array_equal(replaced, ids(expected))
-    # 2 noise tokens in 1 span, then a suffix of 3 of 11 tokens.
+    # The first call corrupts 2 tokens in 1 span. The second call corrupts a suffix of 3 of 11
+    # tokens.
     inputs, targets = Denoising().example(TOKENS, Given([0], [0, 1, 2, 3, 4, 5, 6, 7]), FORM)
     expected = ids("Thank you for inviting me to your party last <0> </s>")
     np.testing.assert_array_equal(inputs, expected)
@@ -112,7 +117,7 @@ def test_examples_by_hand() -> None:
 
 
 def test_examples_of_a_seed_stay_the_same() -> None:
-    """Runs can only be repeated if the counters keep giving the same numbers."""
+    """The same seed always gives the same examples, because runs must be repeatable."""
     draws = Draws(np.random.SeedSequence(17), 0, 3)
     inputs, targets = Denoising(0.4, 2.0).example(TOKENS, draws, FORM)
     np.testing.assert_array_equal(inputs, ids("Thank you for inviting me <0> party last <1> </s>"))
@@ -120,7 +125,7 @@ def test_examples_of_a_seed_stay_the_same() -> None:
 
 
 def test_masked_language_modeling_by_hand() -> None:
-    # Tokens with numbers below 3 are chosen: "for", "inviting" and "last".
+    # The tokens whose number is below 3 are chosen: "for", "inviting" and "last".
     order = [9, 8, 0, 1, 3, 4, 5, 6, 2, 7, 10]
     uniform = [0, 0, 0.79, 0.85, 0, 0, 0, 0, 0.95, 0, 0]
     objective = MaskedLM(0.3)
@@ -133,7 +138,7 @@ def test_masked_language_modeling_by_hand() -> None:
 
 
 def test_random_tokens_are_never_special() -> None:
-    """A model's padding, start and ends may be among the ids that random tokens are drawn from."""
+    """Random tokens are never padding, start or end tokens, although these are in the id range."""
     special = SpecialIds(padding=5, end=1, start=8, also_end=(7, 20))
     form = FORM._replace(vocab_size=12, ids=special)
     draws = Draws(np.random.SeedSequence(0), 0, 0)
@@ -144,7 +149,7 @@ def test_random_tokens_are_never_special() -> None:
 
 
 def restored(inputs: np.ndarray, targets: np.ndarray) -> list[int]:
-    """Returns the text of inputs and targets with unique sentinels, without EOS."""
+    """Reassembles the text of inputs and targets that have unique sentinels, without EOS."""
     spans: dict[int, list[int]] = {}
     for token in targets[:-1].tolist():
         if token > LAST_WORD:
@@ -156,7 +161,7 @@ def restored(inputs: np.ndarray, targets: np.ndarray) -> list[int]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    # float32 rounds these lengths up.
+    # In float32, the computation for these lengths rounds up.
     inputs_length=st.integers(8, 2100) | st.sampled_from([172, 316, 1504]),
     density=st.sampled_from([0.1, 0.15, 0.25, 0.5]),
     mean=st.sampled_from([2.0, 3.0, 8.0, 64.0, None]),
@@ -172,7 +177,7 @@ def test_span_corruption_fills_the_inputs_and_loses_nothing(
     assert objective.segment_length(form) == tokens
     text = np.random.default_rng(seed).integers(3, LAST_WORD, tokens).astype(np.int32)
     inputs, targets = objective.example(text, counted(seed), form)
-    # There is no padding, except that T5's table takes one token less if the density is one half.
+    # The inputs fill their length. If the noise density is 0.5, T5's table takes one token less.
     assert inputs_length - len(inputs) <= (density == 0.5)
     assert most_targets - len(targets) <= (density == 0.5)
     assert restored(inputs[len(mode) :], targets) == text.tolist()

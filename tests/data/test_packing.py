@@ -1,6 +1,6 @@
-"""Best-fit packing and rows of similar length.
+"""Tests best-fit packing, and buckets of rows with similar lengths.
 
-No example is lost or waits for too long, and positions are exact.
+No example is lost or waits for too long, and streams report exact positions.
 """
 
 import itertools
@@ -17,9 +17,11 @@ SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, m
 
 
 class Source:
-    """An endless source of examples with given sizes. The tokens of an example are its number.
+    """An endless source of examples with given sizes.
 
-    An epoch has each of the sizes once.
+    Every token of an example is the number of the example.
+
+    Every epoch contains one example of each size.
     """
 
     def __init__(self, sizes: list[tuple[int, int]]):
@@ -62,7 +64,7 @@ def test_rows_hold_every_example_once_and_none_waits(
         assert 1 <= len(row) <= min(segments, window)
         assert sum(len(e.inputs) for e in row) <= LENGTHS[0]
         assert sum(len(e.targets) for e in row) <= LENGTHS[1]
-    drawn_before = {}  # for each example, the row before which it was drawn
+    drawn_before = {}  # the number of rows when each example was drawn
     for place, row in enumerate(rows):
         known = sum(len(r) for r in rows[:place]) + window
         for number in range(len(drawn_before), known):
@@ -73,7 +75,7 @@ def test_rows_hold_every_example_once_and_none_waits(
 def test_the_longest_that_fits_follows_the_oldest() -> None:
     sizes = [(9, 1), (12, 1), (11, 9), (11, 2), (2, 1), (11, 3), (20, 1), (1, 1)]
     packing = packer(Source(sizes))
-    # The oldest example of the same length is taken. Example 2 has 9 targets.
+    # Of several examples with the same length, the oldest is packed first. Example 2 has 9 targets.
     assert numbers(packing.next_row()) == [0, 3]
     assert numbers(packing.next_row()) == [1, 4, 7]
 

@@ -1,4 +1,4 @@
-"""Training streams over prepared tasks: what batches contain, in which order, and continuing."""
+"""Tests training streams over prepared tasks: contents and order of batches, and continuing."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
 from synthesizer_jax.data.pipeline import DEPTH, PrefetchedStream, Stream
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Classes
-from synthesizer_jax.training import experiment  # noqa: F401 - it registers DataConfig
+from synthesizer_jax.training import experiment  # noqa: F401 - registers DataConfig
 from tests.data import small
 
 PACKED = {"inputs_length": 64, "pack": True, "max_segments": 3}
@@ -40,7 +40,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def test_rows_hold_what_t5_trains_on(data_dir: pathlib.Path) -> None:
-    """There are tokens, shifted targets and weights, and packed rows also have segments."""
+    """Rows contain tokens, shifted targets and loss weights. Packed rows also contain segments."""
     batch = next(small.stream(data_dir))
     assert {name: (value.shape, str(value.dtype)) for name, value in batch.items()} == {
         "encoder_input_tokens": ((16, 32), "int32"),
@@ -90,7 +90,7 @@ def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
         assert own == first == second
         return
     assert own != first != second != third
-    assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch reads chunk by chunk
+    assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch is in order
     other = small.stream(data_dir, here=[2], seed=1, **changes)
     assert small.inputs(other, 2) != drawn[:20]
 
@@ -112,7 +112,10 @@ def test_tasks_are_drawn_by_their_rates(data_dir: pathlib.Path) -> None:
 def test_hosts_read_disjoint_shards_that_cover_everything(
     data_dir: pathlib.Path, changes: dict
 ) -> None:
-    """With buckets, the parts of the hosts have the shape of the whole batch."""
+    """Hosts read disjoint shards that together cover all examples.
+
+    With buckets, all hosts use the same lengths for a batch.
+    """
     whole = small.stream(data_dir, **changes)
     shards = changes.get("shards", 8)
     hosts = [[0], [*range(1, shards - 1)], [shards - 1]]
@@ -162,9 +165,9 @@ def test_every_step_can_be_restored_from_the_files_of_other_hosts(
 def test_large_tasks_keep_few_chunks(
     data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch
 ) -> None:
-    """Every epoch yields every example once.
+    """A stream over a large task keeps only a few chunks in memory, and yields every example once.
 
-    The first one has the same order as for a task in memory.
+    The first epoch has the same order as for a small task that fits into memory.
     """
     changes = {"mixture": "small_many", "batch_size": 50, "shards": 2}
     whole = small.inputs(small.stream(data_dir, **changes), 50)
@@ -227,7 +230,10 @@ def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: path
 def test_a_position_of_another_version_is_valid(
     data_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """Such a position has no numbers of examples, lacks a later field, or holds a default value."""
+    """Streams can continue from positions that earlier versions saved.
+
+    Such a position may lack the numbers of examples or newer fields, or may contain default values.
+    """
     stream = small.stream(data_dir)
     stream.save(tmp_path)
     path = tmp_path / "stream.json"
@@ -302,7 +308,7 @@ def test_batches_of_texts_have_targets_only(data_dir: pathlib.Path, changes: dic
 
 
 def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
-    """Documents follow each other completely, in segments, without the EOS that the task adds."""
+    """Documents are joined completely and cut into segments, without the EOS that the task adds."""
     changes = {"inputs_length": 32, "shards": 1, "mixture": "small_notes", "objective": SPANS}
     found = ""
     for example in small.examples_of(next(small.stream(data_dir, small.TEXT_CONFIG, **changes))):
@@ -319,7 +325,10 @@ def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
 
 
 def test_objectives_of_tasks_and_of_the_command_line(data_dir: pathlib.Path) -> None:
-    """A task's own objective has priority, masked targets have no weight, and names are known."""
+    """A task's own objective has priority over the command line's.
+
+    Masked targets have no loss weight, and objectives can be chosen by name.
+    """
     found = small.stream(data_dir, **{**SPANNED, "objective": SPANS}).fingerprint()
     assert found["objective of small_own"] == repr(FullLM(documents=3))
     assert found["objective of small_letters"] == repr(SPANS)
@@ -386,7 +395,7 @@ def test_a_thread_makes_batches_ahead_of_position(
         for step in range(8):
             batches.save(tmp_path / str(step))
             assert small.digests(batches, 1) == [expected[step]]
-        batches._thread.submit(int).result()  # what has begun is finished
+        batches._thread.submit(int).result()  # waits for the work that has begun
         assert len(made) == 8 + DEPTH
         small.digests(batches, DEPTH)
         with pytest.raises(ValueError, match="record 3 is damaged"):

@@ -1,4 +1,4 @@
-"""From documents to examples: what an epoch contains, shards, and how streams continue."""
+"""Tests how documents become examples: the contents of an epoch, shards, and continuing."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,10 @@ LONG = 50
 
 
 class Numbered:
-    """Documents of given lengths. Document d has the tokens ``1000 · d + 10``, ``… + 11``, …"""
+    """Documents of given lengths.
+
+    Document d has the tokens ``1000 · d + 10``, ``1000 · d + 11``, …
+    """
 
     name = "the numbers"
     is_resident = True
@@ -47,7 +50,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     objective="span_3_15_u_u", *, documents=DOCUMENTS, shard=(0, 1), seed=0, form=FORM, shuffle=True
 ):
-    """Returns the stream of an objective or of the objective with a name."""
+    """Returns the stream of an objective, which is given as an object or by its name."""
     chosen = OBJECTIVES[objective] if isinstance(objective, str) else objective
     start = np.random.SeedSequence(seed, spawn_key=(shard[0], 1))
     return SegmentStream(documents, chosen, form, shard=shard, seed=start, shuffle=shuffle)
@@ -71,7 +74,7 @@ def group_of(source: SegmentStream) -> list[Example]:
 
 
 def epoch_of(source: SegmentStream, num_tokens: int) -> list[int]:
-    """Returns the tokens of the next examples, until there are as many as in an epoch."""
+    """Returns the tokens of the next examples, until `num_tokens` tokens have been read."""
     examples: list[Example] = []
     while len(tokens_of(examples)) < num_tokens:
         examples.append(next(source))
@@ -79,7 +82,7 @@ def epoch_of(source: SegmentStream, num_tokens: int) -> list[int]:
 
 
 def tokens_of(examples: list[Example]) -> list[int]:
-    """Returns the tokens of full language modeling, without EOS."""
+    """Returns the tokens of full language-modeling examples, without EOS."""
     return [t for _, targets in examples for t in targets.tolist() if t != 1]
 
 
@@ -139,7 +142,7 @@ def test_segments_are_of_the_objectives_of_a_mixture_by_their_rates() -> None:
 
 
 def test_the_order_of_documents_has_numbers_of_its_own() -> None:
-    """The counters of the noise are never those of `ExampleStream`."""
+    """The order of documents and `ExampleStream` never use the same random counters."""
     seed = np.random.SeedSequence(0)
     order = Draws(seed, 0).uniform(4)  # the order of epoch 0 and chunk 0
     for place in ((0, 0), (0, 0, 0), (0, 0, 0, 0)):

@@ -1,4 +1,4 @@
-"""Compares all parts with T5's own functions, id for id, with TensorFlow's random numbers."""
+"""Compares objectives with T5's own functions, using the same random numbers from TensorFlow."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,10 @@ SEEDS = [(0, 0), (1, 7), (2**31 - 1, 3)]
 
 
 class T5Draws:
-    """The random numbers of T5's functions: one seed per call, which is split into two per part."""
+    """Draws the same random numbers as T5's functions do.
+
+    T5 draws one seed for each call, and splits it into two seeds for each step.
+    """
 
     def __init__(self, seeds: list[tf.Tensor]):
         self._seeds = seeds
@@ -58,7 +61,10 @@ def text(length: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.15, 64.0), (0.5, 3.0), (0.3, 1.5)])
 def test_masks_are_t5s(density: float, mean: float) -> None:
-    """This is compared for every length, because numbers of noise tokens and spans are rounded."""
+    """Noise masks equal T5's for every length.
+
+    All lengths are compared, because the numbers of noise tokens and of spans are rounded.
+    """
     function = functools.partial(t5.random_spans_noise_mask, mean_noise_span_length=mean)
     theirs = tf.function(function, reduce_retracing=True)
     for length in range(1, 700, 1 if (density, mean) == (0.15, 3.0) else 19):
@@ -73,7 +79,7 @@ def test_lengths_are_t5s(density: float, mean: float) -> None:
     denoising = Denoising(density, mean)
     for inputs_length in (16, 50, 100, 128, 256, 500, 512, 1000, 1024, 2048):
         expected = t5.random_spans_helper(inputs_length, density, mean, 1, 1)
-        if round(round(expected[0] * density) / mean):  # T5 counts the span of its mask
+        if round(round(expected[0] * density) / mean):  # T5 counts the spans of its mask
             assert denoising.lengths(inputs_length) == expected
 
 
@@ -105,7 +111,7 @@ def test_examples_are_those_of_t5s_denoise(name: str) -> None:
 
 
 class Documents(list):
-    """Documents in memory."""
+    """A source of documents that are in memory."""
 
     name = "the documents"
     is_resident = True
@@ -133,7 +139,7 @@ class Recorder(SegmentObjective):
     ids=["span_corruption", "prefix_lm", "full_lm"],
 )
 def test_segments_are_t5s(objective: SegmentObjective, theirs: Callable, monkeypatch) -> None:
-    """Whole pipelines give the same segments in the same order, for documents of one chunk."""
+    """Our pipeline and T5's pipeline make the same segments from one chunk of documents."""
     monkeypatch.setattr(t5, "denoise", lambda dataset, *args, **kwargs: dataset)
     documents = Documents(map(text, (0, 5, 300, 63, 0, 1, 64, 65, 128, 700, 2) * 30))
     dataset = tf.data.Dataset.from_generator(

@@ -1,4 +1,4 @@
-"""Vocabularies that need neither SeqIO nor TensorFlow, compared with SeqIO's vocabularies."""
+"""Compares our vocabularies, which need neither SeqIO nor TensorFlow, with SeqIO's."""
 
 import pathlib
 
@@ -44,7 +44,7 @@ def test_texts_and_ids_are_seqios(model):
             assert ids == theirs.encode(text)
             assert ours.decode(ids) == theirs.decode(ids)
             assert ours.decode([*ids, 1, *ids]) == theirs.decode([*ids, 1, *ids])
-        for _ in range(50):  # among the ids are EOS, padding, and ids beyond the vocabulary
+        for _ in range(50):  # the ids include EOS, padding, and ids beyond the vocabulary
             ids = rng.integers(0, ours.vocab_size + 30, 12).astype(np.int32)
             assert ours.decode(ids) == theirs.decode(ids.tolist())
         assert seqio_vocabulary(ours) == theirs
@@ -67,7 +67,7 @@ def test_long_texts_are_trained_on_too(tmp_path):
 
 def test_ids_that_a_model_does_not_have_give_one_sentence(tmp_path):
     path = tmp_path / "vocabulary.model"
-    # SentencePiece's defaults are: unknown 0, BOS 1, EOS 2, and no padding.
+    # By default, SentencePiece uses the ids 0 for unknown, 1 for BOS and 2 for EOS, and no padding.
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["a b c d"] * 9), model_writer=file, vocab_size=9, minloglevel=2

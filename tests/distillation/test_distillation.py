@@ -1,4 +1,4 @@
-"""Replacements, the training of students, and their initialization from the teacher."""
+"""Tests replacements, the training of students, and their initialization from the teacher."""
 
 import functools
 import json
@@ -66,7 +66,7 @@ def make_trainer(taught, variables, replacements, **options):
 
 
 def distill_steps(trainer, steps):
-    """Returns the initial averages, the parameters after training, and the metrics of all steps."""
+    """Returns the initial averages, the final parameters, and the metrics of all steps."""
     state = trainer.init(trainer.inherited_variables())
     stream = CopyStream()
     averages = jax.tree.map(np.asarray, state.ema)
@@ -81,7 +81,11 @@ def distill_steps(trainer, steps):
     ("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)]
 )
 def test_only_replacements_change_and_the_loss_decreases(teacher, name, together):
-    """All other parameters are inherited, and the output projection of ALR's heads is, too."""
+    """Distillation changes only the replacements, and the loss decreases.
+
+    All other parameters are inherited from the teacher. This includes the output projection behind
+    ALR's heads.
+    """
     trainer = make_trainer(*teacher, RECIPES[name], together=together)
     initial, params, history = distill_steps(trainer, 30)
     replaced = {(pair.stack, pair.layer, pair.mixer) for pair in trainer.tap_pairs}
@@ -118,7 +122,10 @@ def test_the_error_excludes_padding():
 
 
 def test_teacher_activations_are_those_of_its_own_pass(teacher):
-    """Sowing does not change the results. The heads are tapped before the output projection."""
+    """Recording the teacher's activations does not change its outputs.
+
+    The outputs of heads are recorded before the output projection.
+    """
     _, variables = teacher
     model = unroll(MODEL)
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
@@ -138,7 +145,7 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
 
 
 def test_segments_of_a_packed_row_are_independent(teacher):
-    """Two examples in a packed row have the same activations as in rows of their own."""
+    """Two examples in a packed row have the same activations as in separate rows."""
     taught, variables = teacher
     packed = replace(taught, data=replace(taught.data, pack=True, max_segments=2))
     trainer = make_trainer(packed, variables, (Replacement(Random(max_length=8)),))
@@ -156,7 +163,7 @@ def test_segments_of_a_packed_row_are_independent(teacher):
 
 
 def test_constants_are_inherited():
-    """A Fixed Random table that is not replaced is the teacher's table."""
+    """A Fixed Random table that is not replaced is inherited from the teacher."""
     fixed = Random(max_length=8, trainable=False)
     model = unroll(t5(Size(8, 1, 16, 2, 4), encoder=fixed, vocab_size=VOCAB, relative_bias=False))
     taught = replace(experiment(seed=1), model=model)
@@ -177,7 +184,7 @@ def test_a_position_bias_is_removed_if_no_layer_has_logits():
 
 @pytest.fixture(scope="module")
 def taught_run(tmp_path_factory):
-    """The directory of a run with the steps 2 and 4, whose arrays differ."""
+    """The directory of a run with checkpoints of steps 2 and 4, whose arrays differ."""
     directory = tmp_path_factory.mktemp("taught") / "run"
     recipe = experiment(encoder())
     for step in (2, 4):
@@ -189,7 +196,7 @@ def taught_run(tmp_path_factory):
 
 @pytest.fixture
 def begun(taught_run, tmp_path):
-    """A copy of that run, and the directory of a student that started from its step 2.
+    """A copy of the teacher's run, and the directory of a student that started from its step 2.
 
     The student already has a checkpoint.
     """
@@ -210,7 +217,7 @@ def test_a_distillation_continues_with_its_first_teacher(begun, tmp_path):
         ValueError, match=r"began with step 2 of its teacher, but --teacher names step 4\. Use"
     ):
         read_teacher(run / "checkpoints" / "4", directory, finished=False)
-    (directory / "teacher.json").unlink()  # as after a run with an earlier version
+    (directory / "teacher.json").unlink()  # earlier versions did not write this file
     assert read_teacher(run, directory, finished=False)[0].step == 4
 
 
@@ -234,7 +241,10 @@ def test_a_missing_teacher_is_refused_until_the_distillation_is_finished(begun, 
 
 
 def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
-    """A soft cap, sinks and a window of the teacher do not prevent fitting."""
+    """Fitting works if the teacher has a soft cap, sinks or a window.
+
+    Otherwise, an error says why fitting is impossible.
+    """
     taught, variables = teacher
     limited = student_model(
         MODEL, (Replacement(Attention(2, 4, sinks=True, soft_cap=5.0, window=3)),)

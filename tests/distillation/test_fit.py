@@ -1,4 +1,4 @@
-"""Static alignments that are fitted to attention are optimal, and need only sums of weights."""
+"""Tests that static alignments are fitted optimally, and from sums of attention weights alone."""
 
 import functools
 
@@ -26,9 +26,11 @@ MODEL = t5(Size(D, 2, 16, HEADS, 4), vocab_size=VOCAB)
 
 
 def make_rows(*, causal, examples=40, seed=0):
-    """Returns attention weights for examples of different lengths, and the number of keys by query.
+    """Returns random attention weights, and the number of keys that each query sees.
 
-    Queries that are padding see 0 keys.
+    The examples have different lengths.
+
+    Padding queries see 0 keys.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, N + 1, examples)
@@ -43,7 +45,7 @@ def make_rows(*, causal, examples=40, seed=0):
 
 
 def summed(weights, seen):
-    """Returns the statistics of rows, summed row by row."""
+    """Returns the statistics of all rows, which are summed row by row."""
     rows = np.zeros((N, N + 1), np.float32)
     for b, q in zip(*np.nonzero(seen), strict=True):
         rows[q, seen[b, q]] += 1
@@ -53,7 +55,7 @@ def summed(weights, seen):
 
 
 def mean_divergence(logits, weights, seen):
-    """Returns the mean of the rows' divergences, computed row by row."""
+    """Returns the mean KL divergence of all rows, which is computed row by row."""
     total = np.zeros(HEADS)
     for b, q in zip(*np.nonzero(seen), strict=True):
         n = seen[b, q]
@@ -80,7 +82,7 @@ def test_a_random_table_is_the_best_table(causal):
     kl = divergence(logits, statistics)
     logits = np.asarray(logits)
     np.testing.assert_allclose(kl, mean_divergence(logits, weights, seen), rtol=1e-3)
-    # No random step from there improves the result by more than what the prior costs.
+    # No random step away from the fit improves the divergence by more than the prior costs.
     for seed in range(5):
         step = 0.1 * np.random.default_rng(seed).normal(size=logits.shape)
         assert (mean_divergence(logits + step, weights, seen) > np.asarray(kl) - 2e-3).all()
@@ -102,9 +104,11 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_fit_recovers_a_form(name):
-    """Rows have the same length.
+    """If logits have the form of an alignment, fitting recovers them.
 
-    Their logits are a form or a table of rank two, and a fixed bias.
+    All rows have the same length.
+
+    The logits are the sum of a fixed bias and either an alignment's form or a table of rank two.
     """
     alignment, params = FORMS[name]
     rng = np.random.default_rng(0)
@@ -133,9 +137,9 @@ LAYERS = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_fit_recovers_a_table_in_a_layer_with(name, causal):
-    """Rows have different lengths.
+    """Fitting recovers the table of an attention layer. Rows have different lengths.
 
-    Their weights are computed in float64 from a table, bias and sinks.
+    The attention weights are computed in float64 from a table, a bias and sinks.
     """
     fields = LAYERS[name]
     rng = np.random.default_rng(0)
@@ -197,7 +201,7 @@ def test_statistics_are_those_of_the_weights():
         if (stack, layer) == (
             "encoder",
             0,
-        ):  # the student sees less, so its weights have to be larger
+        ):  # the student sees fewer keys, so its weights must be larger
             weights = weights * np.tri(8, k=1) * np.tri(8, k=1).T
             weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)
         expected = weights.sum(0)

@@ -1,4 +1,7 @@
-"""A mixture with the dot product starts as the model without it, and its other parts learn."""
+"""Tests transplanting a model's dot product into a mixture.
+
+The mixture initially gives the same outputs as the original model, and all its terms learn.
+"""
 
 import functools
 
@@ -37,7 +40,7 @@ def variables():
     rng = np.random.default_rng(0)
 
     def noisy(x):
-        """Returns an array with random numbers added."""
+        """Returns an array to which random numbers are added."""
         return x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
 
     return {"params": jax.tree.map(noisy, made["params"])}
@@ -45,7 +48,10 @@ def variables():
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name):
-    """The decoder gets the next mixture of the table. Scanned layers compute the same."""
+    """A mixture starts with the teacher's outputs, and all its terms learn.
+
+    Encoder and decoder get different mixtures. Scanned layers give the same result.
+    """
     names = list(MIXTURES)
     kinds = MIXTURES[name], MIXTURES[names[names.index(name) - 1]]
     pairs = zip(kinds, STACKS, strict=True)
@@ -66,7 +72,8 @@ def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name
     (_, found), _ = loss(params)
     expected = jax.jit(TEACHER.apply)(variables, INPUTS, TARGETS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
-    # If the product of two factors is zero, the second factor moves only after the first one.
+    # If the product of two factors is zero, one factor gets a gradient only after the other has
+    # changed.
     for _ in range(2):
         before = params
         (_, gradients) = loss(params)

@@ -1,6 +1,6 @@
-"""Runs with untrained models, and small data sets for them.
+"""Makes runs with untrained models, and small data sets for them.
 
-The data sets are labeled, unlabeled, in groups, and free text.
+The data sets are labeled, unlabeled, grouped, or free text.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ RATES = {
 def write_data(data_dir: pathlib.Path) -> None:
     """Writes five data sets.
 
-    RTE, STS-B and MultiRC have hidden test labels. ReCoRD has none, and Multi30k has a labeled test
-    split.
+    RTE, STS-B and MultiRC have hidden test labels. ReCoRD has no test labels, and Multi30k has a
+    labeled test split.
     """
     text = tfds.features.Text()
     number = np.int32
@@ -79,15 +79,15 @@ def write_data(data_dir: pathlib.Path) -> None:
     words = [{"en": f"word {i}", "de": f"Wort {i}"} for i in range(7)]
 
     def odd(i):
-        """The label of an example with two classes."""
+        """Returns the label of an example of a task with two classes."""
         return i % 2
 
     def half(i):
-        """The label of an example with a similarity."""
+        """Returns the label of an example of a similarity task."""
         return i / 2
 
     def hidden(i):
-        """The label of an example whose label is hidden."""
+        """Returns the label of an example whose true label is hidden."""
         return -1
 
     sets = {
@@ -121,7 +121,7 @@ def write_data(data_dir: pathlib.Path) -> None:
 
 
 def experiment(**changes) -> Experiment:
-    """Returns the experiment of a tiny T5 over bytes on `MIXTURE`."""
+    """Returns an experiment that trains a tiny byte-level T5 on `MIXTURE`."""
     return Experiment(
         model=t5(Size(16, 1, 32, 2, 8), encoder=alignment("v", head_dim=8), vocab_size=384),
         data=DataConfig(MIXTURE, inputs_length=32, targets_length=8, batch_size=8, shards=1),
@@ -133,9 +133,9 @@ def experiment(**changes) -> Experiment:
 
 
 def classifier(**changes) -> Experiment:
-    """Returns an experiment with the encoder of that T5 as a classifier of RTE.
+    """Returns an experiment that trains the encoder of a tiny T5 as a classifier for RTE.
 
-    Its classes have another order than the label words of the task.
+    The classes of the model have a different order than the label words of the task.
     """
     whole = experiment(**changes)
     classes = ("not_entailment", "entailment")
@@ -150,7 +150,7 @@ def classifier(**changes) -> Experiment:
 def write_run(directory: pathlib.Path, experiment: Experiment, *, steps=(2, 4), value=None) -> None:
     """Writes the directory of a run.
 
-    The parameters of each step are initialized with another seed, or all have the same value.
+    The parameters of each step are initialized with a different seed, or with a single value.
     """
     save_experiment(experiment, directory)
     checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps))

@@ -1,6 +1,6 @@
-"""What an evaluation reads, measures and writes.
+"""Tests what an evaluation reads, measures and writes.
 
-Among the tests are groups, hidden labels, losses, classes and files.
+The tests cover groups of examples, hidden labels, losses, classes and files.
 """
 
 import dataclasses
@@ -122,7 +122,10 @@ def test_a_record_of_a_prediction_describes_its_example(load):
 
 
 def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
-    """Bytes have no text for the sentinel, so SeqIO strips every answer."""
+    """With a byte vocabulary, answers after a sentinel are the same as SeqIO's.
+
+    Bytes have no text for the sentinel, so SeqIO strips every answer.
+    """
     row = {"targets_pretokenized": "True", "inputs_pretokenized": "boolq", "label": 1}
     task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
     examples = EvaluationSet(task, "validation", [row])
@@ -139,9 +142,9 @@ def evaluator_of(experiment, data_dir, **options):
 
 @pytest.fixture(scope="module")
 def measured(data_dir):
-    """An evaluator, its variables and its results.
+    """An evaluator, together with its variables and its results.
 
-    The loss is measured on two batches of two examples.
+    The evaluator measures the loss on two batches of two examples.
     """
     recipe = runs.experiment()
     recipe = replace(recipe, evaluation=replace(recipe.evaluation, batch_size=2, loss_batches=2))
@@ -182,7 +185,7 @@ def test_without_loss_batches_there_is_no_loss(measured, data_dir):
 
 
 def test_scores_are_the_log_probabilities_of_the_answers(measured):
-    """The beams have no length penalty.
+    """Scores of beam search without length penalty are the log-probabilities of the answers.
 
     For greedy scores, see tests/evaluation/test_prediction.py.
     """
@@ -213,7 +216,7 @@ def test_an_evaluation_decodes_as_it_says(measured, data_dir):
 
 
 def strict(text):
-    """Returns JSON, and refuses the NaN that Python's reader would accept."""
+    """Parses JSON, and refuses NaN, which Python's parser would accept."""
 
     def refuse(word):
         raise AssertionError(word)
@@ -222,7 +225,10 @@ def strict(text):
 
 
 def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
-    """The phases are reported, and numbers that are not finite become null."""
+    """Results and predictions are valid JSON, in which numbers that are not finite become null.
+
+    The progress of an evaluation is reported.
+    """
     evaluator, variables, _ = measured
     said, done = [], []
 
@@ -281,7 +287,7 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
     (examples,) = evaluator.sets
     outputs = jax.jit(recipe.model.apply)(variables, _pad_tokens(examples.inputs, 6, 32, 0)).outputs
     ranked = np.asarray(jax.nn.log_softmax(outputs[:, ::-1]))
-    right = np.arange(6) % 2  # the stored labels
+    right = np.arange(6) % 2  # the labels in the data
     np.testing.assert_allclose(result.ranked, ranked, atol=1e-4)
     accuracy = 100 * np.mean(ranked.argmax(axis=1) == right)
     assert result.metrics == {"accuracy": pytest.approx(accuracy)}
@@ -304,7 +310,7 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
         (MeshShape(data=16, fsdp=2), 8, (4, 2, 1)),
         (MeshShape(data=2, dcn_data=4, tensor=2), 8, (4, 1, 2)),
         (MeshShape(data=1, fsdp=-1, dcn_fsdp=2), 8, (1, 8, 1)),
-        (MeshShape(fsdp=32), 3, (3, 1, 1)),  # the widths are not multiples of three
+        (MeshShape(fsdp=32), 3, (3, 1, 1)),  # the model's widths are not multiples of three
         (MeshShape(fsdp=4), 1, (1, 1, 1)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Metrics that T5 does not have, computed by hand, and averages."""
+"""Compares metrics that T5 does not have, and averages of metrics, with results by hand."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from synthesizer_jax.tasks.postprocessors import parse_number
 
 
 def test_metrics_where_t5_has_none_or_is_undefined():
-    """T5's own metrics are compared in `tests/tasks/test_t5_oracle.py`."""
+    """For T5's own metrics, see `tests/tasks/test_t5_oracle.py`."""
     for metric, targets, predictions, expected in (
-        (metrics.f1_with_invalid, [1, 1, 0], [1, -1, -1], 50),  # an invalid answer is wrong
+        (metrics.f1_with_invalid, [1, 1, 0], [1, -1, -1], 50),  # an invalid answer counts as wrong
         (metrics.gender_parity, [0] * 4, [1, 1, 0, 1], 50),
         (metrics.matthews, [1, 1], [1, 1], 0),
         (metrics.pearson, [1, 2], [3, 3], 0),
@@ -39,9 +39,9 @@ def test_every_reference_counts():
 
 
 def test_metrics_of_generated_texts_by_hand():
-    """ROUGE for sentences in another order.
+    """ROUGE is computed for a text with its sentences in a different order.
 
-    All words are found, 4 of 5 pairs, and a common subsequence of 4 of 6 words.
+    The texts share all words, 4 of 5 pairs of words, and a common subsequence of 4 of 6 words.
     """
     targets, predictions = ["a b c d . e f ."], ["e f . a b c d ."]
     found = metrics.rouge(targets, predictions, kinds=("rouge1", "rouge2", "rougeL", "rougeLsum"))
@@ -65,7 +65,7 @@ def results(groups, value):
 def test_averages_count_groups_and_only_when_complete():
     glue = results(BENCHMARKS["GLUE"], 50)
     assert averages(glue) == {"GLUE": pytest.approx(51)}
-    glue["glue_mnli_matched_v002"] = {"accuracy": 91}  # the mean of its group becomes 71
+    glue["glue_mnli_matched_v002"] = {"accuracy": 91}  # the mean of MNLI's group becomes 71
     assert averages(glue)["GLUE"] == pytest.approx((7 * 51 + 71) / 8)
     del glue["glue_qqp_v002"]
     assert averages(glue) == {}
@@ -77,8 +77,8 @@ def test_best_steps_per_task_per_group_and_for_all():
     first, second = results(BENCHMARKS["SuperGLUE"], 50), results(BENCHMARKS["SuperGLUE"], 40)
     second["super_glue_copa_v102"] = {"accuracy": 99}
     by_step = {100: first, 200: second, 300: {"super_glue_copa_v102": {"accuracy": 100}}}
-    # At 100, the other groups are best, and COPA is best at 200. The other groups are missing at
-    # 300.
+    # COPA has its best score at step 200, and all other groups at step 100. At step 300, the other
+    # groups were not evaluated.
     assert benchmarks.best_average(by_step, "SuperGLUE") == pytest.approx((7 * 51 + 99) / 8)
     assert benchmarks.best_single_step(by_step, "SuperGLUE") == (100, pytest.approx(51))
     assert benchmarks.best_average({}, "GLUE") is benchmarks.best_single_step({}, "GLUE") is None

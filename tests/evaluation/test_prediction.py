@@ -1,4 +1,4 @@
-"""Predictions keep their order for every batching and mesh; texts and classes have scores."""
+"""Tests that predictions keep their order for every batch size and mesh, and have scores."""
 
 import math
 import zlib
@@ -107,7 +107,10 @@ def test_ranking_takes_the_most_probable_word(predictor):
 
 
 def test_a_mesh_gives_the_answers_of_one_device(predictor):
-    """The parameters are divided, and there are fewer inputs than the mesh could take."""
+    """A mesh of several devices gives the same answers as one device.
+
+    The parameters are sharded, and there are fewer inputs than devices.
+    """
     one = predictor("rank")
     mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
     layout = layout_over(one.model, one.model.example(4, 4), mesh)
@@ -129,7 +132,10 @@ def test_a_mesh_gives_the_answers_of_one_device(predictor):
 
 
 def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
-    """There are eight programs for answers and four for the loss."""
+    """Twelve compiled programs are enough to evaluate GLUE and SuperGLUE.
+
+    Eight programs compute answers, and four compute the loss.
+    """
     answering, losses = set(), set()
 
     def choices(_, tokens, *, choices, model):
@@ -149,7 +155,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
     monkeypatch.setattr(prediction, "decode_sequences", decoded)
     monkeypatch.setattr(prediction, "score_targets", scored)
     p = predictor("rank", decoding=Decoding(max_length=32), inputs_length=512, batch_size=8)
-    # These pieces are as long as those of SentencePiece.
+    # Each piece has three characters, which is about as long as the pieces of SentencePiece.
     p.vocabulary.encode = lambda s: [zlib.crc32(s.encode()) >> 1] * -(-len(s) // 3)
     rng = np.random.default_rng(0)
     for task in (*GLUE, *SUPER_GLUE):
@@ -192,9 +198,9 @@ def writer():
 
 @pytest.fixture(scope="module")
 def log_probabilities(writer):
-    """Returns a function that gives the log-probabilities of the token after each token of a row.
+    """Returns a function that computes the log-probabilities of the next token at each position.
 
-    It makes full passes, which all have the same length.
+    The function makes full passes of the model, which all have the same length.
     """
     full_pass = jax.jit(writer.model.apply)
 
@@ -231,7 +237,7 @@ def test_every_token_of_a_text_counts_once(writer, log_probabilities):
 
 
 def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
-    """Each next token is the most probable one after the text in a full pass."""
+    """Greedy decoding appends the most probable token of a full pass at each step."""
     texts = encoded(writer, ("", "a", "a few words", "ab"))
     assert [len(text) for text in texts] == [0, 1, 11, 2]
     found = writer.generate_texts(texts)
@@ -250,7 +256,10 @@ def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
 
 @pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.5, "samples": 2}])
 def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
-    """The scores are the log-probabilities of what follows the text."""
+    """Beams and samples continue a text.
+
+    Their scores are the log-probabilities of the continuation.
+    """
     texts = encoded(writer, ("a", "a few words"))
     tokens = _pad_tokens(texts, 2, 11, 0)
     decoding = Decoding(max_length=5, **options)
@@ -267,7 +276,10 @@ def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_masked_language_model_is_measured_where_tokens_are_masked(padding):
-    """This holds for any id of padding. Most of the targets are padding."""
+    """A masked language model's loss is measured only at masked tokens, for any padding id.
+
+    Most of the targets are padding.
+    """
     ids = SpecialIds(padding=padding)
     model = Encoder(
         vocab_size=16, d_model=8, encoder=t5(Size(8, 1, 16, 2, 4)).encoder, masked_lm=True, ids=ids
@@ -305,7 +317,7 @@ def test_measures_of_texts_do_not_enter_the_score():
 
 @pytest.fixture(scope="module")
 def classifier():
-    """A classifier whose classes have another order than the label words of the task."""
+    """A classifier whose classes have a different order than the label words of the task."""
     recipe = runs.classifier()
     variables = recipe.model.init(jax.random.key(4), jnp.ones((1, 4), int))
     options = {"classes": recipe.data.classes, "batch_size": 2, "inputs_length": 32, "ranks": True}

@@ -1,4 +1,4 @@
-"""Attention on GPUs over meshes that do not divide its sizes. `make test-gpu` runs these tests."""
+"""Tests attention on GPU meshes that do not divide its sizes. `make test-gpu` runs these tests."""
 
 import pytest
 

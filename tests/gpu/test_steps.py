@@ -1,4 +1,4 @@
-"""Training steps and attention compiled for GPUs without having one. `make test-gpu` runs them."""
+"""Compiles training steps and attention for GPUs on any machine. `make test-gpu` runs the tests."""
 
 import dataclasses
 import functools
@@ -34,7 +34,10 @@ every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
 
 def shapes(text):
-    """Returns all shapes in a program, each sorted and without axes of size one."""
+    """Returns the shapes of all arrays in a program.
+
+    The axes of each shape are sorted, and axes of size one are left out.
+    """
     found = re.findall(r"\[([\d,]+)\]", text)
     return {tuple(sorted(int(n) for n in sizes.split(",") if n != "1")) for sizes in found}
 
@@ -57,7 +60,7 @@ def model(variant, dtype):
 
 @functools.cache
 def compiled(variant, dtype, gpu):
-    """Returns the compiled step, which all tests of this step share."""
+    """Returns a compiled training step. The result is cached, because several tests use it."""
     data = DataConfig("none", INPUTS, TARGETS, ROWS)
     training = Training(steps=1, optimizer=Adafactor())
     step = Experiment(model=model(variant, dtype), data=data, training=training)
@@ -129,10 +132,10 @@ def sublayer(form, dtype, gpu, rows=16):
 @every_dtype
 @every_gpu
 def test_a_sublayer_has_no_loop_and_few_temporaries(form, count, most, dtype, gpu):
-    """Without kernels, there would be a loop over examples.
+    """An attention sub-layer on a GPU has no loop over examples, and needs little temporary memory.
 
-    This loop needs 6 to 9 times the bytes of the values, and so do the products of the static
-    route.
+    Without kernels, there would be such a loop. Its temporary arrays would need 6 to 9 times the
+    bytes of the values, like those of the static route's matrix products.
     """
     program = sublayer(form, dtype, gpu)
     text = program.as_text()

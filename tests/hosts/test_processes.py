@@ -1,4 +1,4 @@
-"""How processes find their group, and what they say if some are missing."""
+"""Tests how processes find each other, and which errors they report if some are missing."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ from tests.environment import python
 
 @pytest.fixture
 def join(monkeypatch):
-    """Returns a function that joins a group by environment variables.
+    """Returns a function that joins a group of processes described by environment variables.
 
-    It returns the arguments that JAX gets.
+    The function returns the arguments that are passed to JAX.
     """
     for name in (processes.ADDRESS, processes.PROCESSES, processes.PROCESS, "JAX_COORDINATOR_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""T5X's beam search in Python."""
+"""Implements T5X's beam search in plain Python."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def t5x_beams(
     ends: Callable[[tuple[int, ...]], bool] = lambda tokens: tokens[-1] == EOS,
     num_ends: int = 1,
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Returns the best sequences of an example and their scores, as T5X describes its beam search.
+    """Returns the best sequences of an example and their scores by T5X's beam search.
 
-    In each step, there are 2n best continuations. Those of them that end compete with the sequences
-    that ended before, by their penalized scores. The n best that do not end live on. If `num_ends`
-    tokens end sequences, there are (1 + `num_ends`) · n continuations, as in transformers. The
-    result has the ended sequences first, and then the live ones.
+    In each step, the search considers the 2n best continuations, for n beams. Continuations that
+    end compete by their penalized scores with the sequences that ended in earlier steps. The n best
+    continuations that do not end stay alive. If `num_ends` different tokens end a sequence, the
+    search considers (1 + `num_ends`) · n continuations, as in transformers. In the result, the
+    ended sequences come before the live ones.
     """
     live = [(0.0, ())]
     ended = []

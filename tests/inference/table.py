@@ -1,4 +1,4 @@
-"""A model whose logits are a table, and its predictions in NumPy."""
+"""Defines a model that looks up its logits in a table, and its predictions in NumPy."""
 
 import functools
 
@@ -10,7 +10,7 @@ from synthesizer_jax.models import DecodingCache, LayerCache
 
 
 class Table:
-    """A decoding step whose logits are looked up by position and a code of all earlier tokens."""
+    """A decoding step that looks up logits by the position and a code of all earlier tokens."""
 
     CODES = 7
     ids = T5_IDS
@@ -33,9 +33,9 @@ class Table:
 
 
 def look_up(table):
-    """Returns a function that looks up continuations of prefixes in a table.
+    """Returns a function that looks up what follows a prefix in a table.
 
-    The table is ``[positions, codes, vocab]``.
+    The table has the shape ``[positions, codes, vocab]``.
     """
 
     def code(tokens):
@@ -45,12 +45,12 @@ def look_up(table):
 
 
 def table_log_p(logits):
-    """Returns the log-probabilities of continuations, by a table of logits."""
+    """Returns a function for the log-probabilities of continuations, from a table of logits."""
     return look_up(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
 
 
 def constrain(scores, tokens, penalty, n):
-    """Applies RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor of transformers."""
+    """Applies transformers' RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor."""
     for token in set(tokens):
         scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
     for i in range(len(tokens) - n + 1):

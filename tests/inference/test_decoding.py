@@ -1,4 +1,4 @@
-"""Greedy decoding and beam search, compared with full passes, exhaustive search, and T5X."""
+"""Compares greedy decoding and beam search with full passes, exhaustive search, and T5X."""
 
 import functools
 
@@ -29,7 +29,7 @@ def trained():
     model = t5(Size(8, 2, 12, 2, 4), encoder=kind, vocab_size=VOCAB, scan=True)
     source = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (4, 6))).at[1, 4:].set(0)
     variables = jax.jit(model.init)(jax.random.key(7), source, source[:, :LENGTH])
-    # Sharper outputs make the sequences differ clearly, and some of them end early.
+    # With larger logits, the sequences differ clearly, and some of them end early.
     variables["params"]["logits_kernel"] *= 3.0
     return model, variables, source
 
@@ -52,7 +52,7 @@ def test_greedy_is_the_argmax_of_full_passes(trained):
     found = decode(variables, source, model=model, max_length=LENGTH)
     np.testing.assert_array_equal(found.tokens, tokens)
     np.testing.assert_allclose(found.scores, score, atol=1e-4)
-    wider = jnp.pad(source, ((0, 0), (0, 2)))  # padding changes nothing
+    wider = jnp.pad(source, ((0, 0), (0, 2)))  # more padding must not change the result
     same = decode(variables, wider, model=model, max_length=LENGTH)
     np.testing.assert_array_equal(same.tokens, tokens)
     narrow = decode(variables, source, model=model, max_length=LENGTH, logits_dtype="bfloat16")
@@ -77,9 +77,11 @@ def search(logits, beams, alpha, shortest=1):
 )
 @settings(deadline=None, max_examples=60)
 def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
-    """All beams are compared in order. Sequences that end come before those that are cut.
+    """All beams equal T5X's beams, in the same order.
 
-    This is so even if their end is very improbable.
+    Sequences that end come before sequences that are cut off.
+
+    Ended sequences come first even if their end is very improbable.
     """
     logits = np.random.default_rng(seed).normal(size=(2, length, Table.CODES, 9))
     logits[..., 1] += end
@@ -94,7 +96,7 @@ def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
 
 
 def exhaustive(log_p, length, ends, alpha):
-    """Returns the best sequence of all that end, and its score."""
+    """Returns the best of all sequences that end, and its score."""
     best = (-np.inf, ())
     prefixes = [((), 0.0)]
     for n in range(1, length + 1):
@@ -113,7 +115,7 @@ def exhaustive(log_p, length, ends, alpha):
 
 
 def test_a_search_continues_after_several_ends():
-    """If all 2n best continuations end with one of two EOS ids, the n best others still live on."""
+    """If the 2n best continuations end with one of two EOS ids, n others stay alive."""
     beams = 2
     alpha = 5.0
     ids = SpecialIds(also_end=(2,))
@@ -122,7 +124,7 @@ def test_a_search_continues_after_several_ends():
     logits[0] = np.log(
         [
             [[0.01, 0.25, 0.25, 0.40, 0.09]],
-            # The best four continuations of both words end.
+            # For both words, the best four continuations are ends.
             [[0.01, 0.45, 0.45, 0.06, 0.03]],
             [[0.01, 0.03, 0.03, 0.90, 0.03]],
             [[0.01, 0.94, 0.01, 0.02, 0.02]],
@@ -151,7 +153,11 @@ def test_a_search_continues_after_several_ends():
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_repetition_is_constrained_as_in_transformers(n):
-    """Greedy decoding changes logits and beam search log-probabilities. The prompt counts, too."""
+    """Repetition penalties equal those of transformers.
+
+    They change logits in greedy decoding, and log-probabilities in beam search. Tokens of the
+    prompt count as repetitions, too.
+    """
     logits = np.random.default_rng(n).normal(scale=2, size=(6, 8, Table.CODES, 12))
     logits[..., 1] -= 3
     prompts = np.array(
@@ -197,7 +203,8 @@ def test_best_tokens_are_those_of_a_stable_sort(n, vocab):
     best = jax.jit(top_tokens, static_argnums=2)
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        # There are few different values, so most of them occur more than once, and sums are exact.
+        # The logits have few different values, so most of them occur more than once, and sums are
+        # exact.
         logits = rng.integers(0, (2, 5, 1000)[seed % 3], (3, n, vocab)).astype(np.float32)
         own = rng.integers(0, 3, (3, n)).astype(np.float32)
         count = min(2 * n, n * vocab)

@@ -1,4 +1,4 @@
-"""Sampling compared with exact distributions, and properties of all ways of decoding."""
+"""Compares samples with exact distributions, and tests properties of all decoding methods."""
 
 import collections
 import dataclasses
@@ -25,10 +25,11 @@ VOCAB, LENGTH, BATCH = 11, 6, 8
 
 
 def kept_tokens(logits, top_k, top_p, min_p=0.0):
-    """Returns the tokens to draw from, the most probable first, and cumulative probabilities.
+    """Returns the tokens that may be drawn, by probability, and their cumulative probabilities.
 
-    This follows the definitions: first the k most probable tokens, then the smallest number of
-    these with probability p, and then those with a share of the largest probability.
+    The function follows the definitions. It first keeps the `top_k` most probable tokens. Of these,
+    it keeps the smallest number of tokens whose total probability is at least `top_p`. Of these, it
+    keeps the tokens with at least `min_p` times the largest probability.
     """
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:top_k]
     mass = np.exp(logits[order] - logits.max())
@@ -47,7 +48,7 @@ def kept_tokens(logits, top_k, top_p, min_p=0.0):
 )
 @settings(deadline=None, max_examples=60)
 def test_the_tokens_to_draw_from_are_those_of_the_definitions(vocab, top_k, top_p, values, seed):
-    # There are few different values, so most of them occur more than once.
+    # The logits have few different values, so most of them occur more than once.
     logits = np.random.default_rng(seed).integers(0, values, vocab) * (8.0 / values)
     order, sums = kept_tokens(logits, top_k, top_p)
     assume(top_p is None or np.abs(sums - top_p).min() > 1e-5 or top_p == 1)
@@ -84,9 +85,12 @@ def table_of(seed, vocab=5, length=2, batch=1, end=0.0):
     ],
 )
 def test_samples_have_the_exact_distribution(temperature, top_k, top_p, min_p):
-    """The frequencies of all sequences of two tokens are within five standard deviations.
+    """Samples have the exact distribution.
 
-    Their log-probabilities are compared, too.
+    The frequencies of all sequences of two tokens are within five standard deviations of the
+    expected frequencies.
+
+    The log-probabilities of the samples are compared, too.
     """
     logits = table_of(1)
     samples = 20_000
@@ -143,7 +147,7 @@ def trained():
     source = jnp.asarray(source)
     variables = jax.jit(model.init)(jax.random.key(7), source, source[:, :LENGTH])
     kernel = variables["params"]["logits_kernel"] * 2.0
-    variables["params"]["logits_kernel"] = kernel.at[:, 1].multiply(2.0)  # sequences end
+    variables["params"]["logits_kernel"] = kernel.at[:, 1].multiply(2.0)  # makes sequences end
     return model, variables, source
 
 
@@ -172,7 +176,10 @@ def lengths_of(tokens):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_are_those_of_the_targets(trained, method):
-    """This also holds if EOS is forbidden, and if a maximum length cuts sequences."""
+    """The scores of decoded sequences equal the scores of the same sequences as targets.
+
+    The scores are also equal if EOS is forbidden, and if a maximum length cuts sequences off.
+    """
     model, variables, source = trained
     checked = 0
     for changes in ({}, {"min_length": 4}):
@@ -180,7 +187,7 @@ def test_scores_are_those_of_the_targets(trained, method):
         for i in range(found.tokens.shape[1]):
             tokens = found.tokens[:, i]
             exact = score_targets(variables, source, targets=tokens, model=model)
-            # Otherwise, token 0 is in the sequence.
+            # Leave out sequences that contain token 0, which counts as padding.
             whole = np.asarray((tokens != 0).sum(-1)) == lengths_of(tokens)
             checked += whole.sum()
             np.testing.assert_allclose(
@@ -191,7 +198,10 @@ def test_scores_are_those_of_the_targets(trained, method):
 
 @pytest.mark.parametrize("method", ["greedy", "beams"])
 def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, method):
-    """The maximum counts the real tokens of each example, wherever the padding is."""
+    """The length of an output may be limited relative to its input.
+
+    The limit counts the real tokens of each example, wherever the padding is.
+    """
     source = np.asarray(trained[2])
     assert lengths_of(run(trained, method).tokens).min() < 4
     assert lengths_of(run(trained, method, min_length=4).tokens).min() >= 4
@@ -202,7 +212,8 @@ def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, met
         found = run(trained, method, **options)
         for tokens, limit in zip(np.asarray(found.tokens), longest, strict=True):
             assert not tokens[:, limit:].any()
-        # The answers of an example are those of a batch with this maximum.
+        # Each example has the same answer as in a batch that has this maximum length for all
+        # examples.
         for limit in (3, 5):
             rows = np.flatnonzero(longest == limit)
             alone = run(trained, method, max_length=limit, min_length=2)
@@ -232,7 +243,7 @@ def test_a_language_models_prompt_counts_as_repeated_wherever_its_padding_is(met
     np.testing.assert_array_equal(run(jnp.asarray(prompts[:1, :3])).tokens, run(prompts).tokens[:1])
     decoding = dataclasses.replace(METHODS[method], no_repeat_ngram_size=1)
     run = functools.partial(decode_sequences, variables, model=model, decoding=decoding)
-    # All tokens are in the input, except that its own EOS does not count.
+    # The input contains all tokens, but its EOS does not count as used.
     spent = run(jnp.array([[*range(2, 2 * VOCAB), 1]])).tokens
     assert (np.asarray(spent)[0, 0, :2] == (1, 0)).all()
 

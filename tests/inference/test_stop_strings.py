@@ -1,4 +1,4 @@
-"""Strings that end texts, compared with a search for them in the decoded text."""
+"""Tests stop strings, which end a text, by searching for them in the decoded text."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def pieces(tmp_path_factory):
 
 
 def first_end(vocabulary, ids, strings):
-    """Returns the number of tokens after which the text contains one of the strings, or None."""
+    """Returns the smallest number of tokens whose text contains one of the strings, or None."""
     texts = (vocabulary.decode(ids[: n + 1]) for n in range(len(ids)))
     return next((n for n, text in enumerate(texts, 1) if any(s in text for s in strings)), None)
 
@@ -51,9 +51,12 @@ def first_end(vocabulary, ids, strings):
     "strings", [("he",), (" the", "s a"), ("ä", "n an", "na"), ("aab", "ab", "the")]
 )
 def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
-    """Strings may be spread over tokens, lie within one, begin a text, or have long characters.
+    """Stop strings are found wherever texts contain them.
 
-    A long character has several bytes.
+    A string may be spread over several tokens, lie within one token, begin a text, or contain long
+    characters.
+
+    A long character consists of several bytes.
     """
     vocabulary = pieces if kind == "pieces" else Bytes(3)
     size = vocabulary.vocab_size + 5
@@ -77,7 +80,10 @@ def test_a_table_finds_strings_where_texts_hold_them(pieces, kind, strings):
 
 
 def test_decoding_ends_with_stop_strings():
-    """Greedy decoding and all beams end. Their scores are those of the tokens up to the string."""
+    """Greedy decoding and all beams end with a stop string.
+
+    Scores include only the tokens up to the end of the string.
+    """
     words = {2: b"a", 3: b"b", 4: b"ab", 5: b"ba", 6: b"c", 7: b"", 8: b"abba"}
     strings = (b"bb", b"caa")
 
@@ -114,7 +120,7 @@ def test_decoding_ends_with_stop_strings():
 
 
 def test_a_search_continues_after_many_stop_strings():
-    """If more continuations than a search keeps complete a stop string, the best others live on."""
+    """If many continuations complete a stop string, the best other continuations stay alive."""
     words = {i: b"." for i in range(2, 12)} | {12: b"a", 13: b"b"}
 
     class Words(Bytes):
@@ -131,7 +137,7 @@ def test_a_search_continues_after_many_stop_strings():
     found = jax.jit(lambda: beam_search(model, constraints, beams=2, alpha=6.0, samples=2))()
 
     def ends(tokens):
-        """Whether the last token is EOS or a stop string."""
+        """Whether the last token is EOS or completes a stop string."""
         return 1 <= tokens[-1] < 12
 
     lengths = set()

@@ -1,4 +1,4 @@
-"""Attention with a window decodes the same from a cache that only holds the window."""
+"""Tests that attention with a window needs only the window's tokens in its cache."""
 
 import functools
 
@@ -45,7 +45,11 @@ def language_model(**options):
     [(encoder_decoder, 1, 0), (language_model, 3, LENGTH + INPUTS.shape[1])],
 )
 def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
-    """Inputs may be longer than the window and differ in length, for greedy decoding and beams."""
+    """Texts are the same with a cache of the window and with a complete cache.
+
+    The test covers greedy decoding and beam search. Inputs may be longer than the window and differ
+    in length.
+    """
     model = make()
     decoding = Decoding(max_length=LENGTH, min_length=7, beams=beams, samples=beams)
     variables = jax.tree.map(
@@ -80,7 +84,10 @@ def test_texts_are_those_of_the_whole_cache(make, beams, room, monkeypatch):
     ids=["window", "window of NNX", "Gaussian", "convolution"],
 )
 def test_padding_of_a_prompt_has_no_effect_in_a_window(layer, is_nnx):
-    """Padding may be at the end or in front, and any part of a mask may say what is real."""
+    """In a window, the padding of a prompt has no effect.
+
+    Padding may be at the end or in front, and any field of the mask may say which tokens are real.
+    """
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6)), jnp.float32)
     causal = sj.Mask(causal=True)
     variables = jax.jit(functools.partial(layer.init, mask=causal))(jax.random.key(0), x)
@@ -123,7 +130,10 @@ def test_padding_of_a_prompt_has_no_effect_in_a_window(layer, is_nnx):
 
 
 def test_a_prefix_is_seen_beyond_a_window():
-    """This holds for decoding steps and for training, with two rows of targets for each prefix."""
+    """Targets see a prefix even if it is longer than the window.
+
+    The test covers decoding steps and training, with two rows of targets for each prefix.
+    """
     model = language_model(prefix=True)
     targets = np.random.default_rng(1).integers(2, VOCAB, (2 * len(INPUTS), 4))
     inputs = np.repeat(INPUTS, 2, axis=0)

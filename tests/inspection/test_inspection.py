@@ -1,4 +1,4 @@
-"""Measures of attention weights compared with NumPy, and what static forms do not capture."""
+"""Compares measures of attention weights with NumPy, and tests fits of static forms."""
 
 import json
 import re
@@ -51,11 +51,14 @@ def variables(batches):
 
 
 def test_measures_equal_numpy():
-    """The weights are causal, for three texts of six, four and two tokens with padding."""
+    """All measures equal those that NumPy computes.
+
+    The attention weights are causal, and belong to three padded texts of six, four and two tokens.
+    """
     rng = np.random.default_rng(0)
     lengths = np.array([6, 4, 2])
     logits = rng.standard_normal((3, 2, 6, 6)).astype(np.float32)
-    logits[:, 1] = logits[:, 1, :, :1] * logits[:, 1, :1, :]  # of rank 1
+    logits[:, 1] = logits[:, 1, :, :1] * logits[:, 1, :1, :]  # has rank 1
     position = np.arange(6)
     seen = np.broadcast_to(position + 1, (3, 6))
     weights = np.exp(logits) * (position < seen[..., None])[:, None]
@@ -65,7 +68,7 @@ def test_measures_equal_numpy():
     sums = attention_sums(jnp.asarray(weights), jnp.asarray(logits), view)
     assert sums["histogram"].dtype == jnp.int32
     other = attention_sums(jnp.asarray(weights), jnp.asarray(logits[:, :1]), view)
-    assert np.isnan(other["rank"]).all()  # talking heads have no rank
+    assert np.isnan(other["rank"]).all()  # the rank is not defined for talking heads
     found = measure(jax.tree.map(np.asarray, sums), None)
     queries = [(b, i) for b, i in zip(*np.nonzero(real), strict=True)]
     for head in range(2):
@@ -134,13 +137,16 @@ def test_only_layers_that_tables_can_replace_head_by_head_are_fitted(alignment):
     static = [p for p, mixer in mixers_of(changed).items() if not p.cross and can_be_static(mixer)]
     assert [(p.stack, p.layer) for p in static] == [("decoder", 0)]
     assert can_be_static(Attention(2, 4))
-    # These layers have no softmax of all logits.
+    # In these layers, the weights are not a softmax of the plain logits.
     for options in ({"sinks": True}, {"soft_cap": 5.0}, {"window": 3}):
         assert not can_be_static(Attention(2, 4, **options))
 
 
 def test_forms_of_a_prefix_language_model_read_later_keys():
-    """A head looks at the next key, for queries that see all keys."""
+    """In a prefix language model, a static form may look at later keys.
+
+    In this test, a head attends to the next key, for queries that see all keys.
+    """
     logits = jnp.where(jnp.eye(8, k=1) > 0, 3.0, 0.0)[None]
     mass = jax.nn.softmax(logits)
     queries = jnp.zeros((8, 9)).at[:, 8].set(1.0)
@@ -153,16 +159,18 @@ def test_forms_of_a_prefix_language_model_read_later_keys():
 
 
 def rows_of(task, lengths):
-    """Returns an evaluation set whose inputs have these lengths."""
+    """Returns an evaluation set whose inputs have the given lengths."""
     texts = {"inputs_pretokenized": "i", "targets_pretokenized": "True", "targets": [1]}
     rows = [{**texts, "inputs": np.full(n, 3, np.int32)} for n in lengths]
     return EvaluationSet(task_registry.find_task(task), "validation", rows)
 
 
 def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
-    """Values that are unknown or undefined are left out.
+    """A run is inspected at all steps up to a given step.
 
-    Examples count when they have been read.
+    Values that are unknown or undefined are left out.
+
+    Only examples that have been read are counted.
     """
     recipe = experiment(
         t5(Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4), vocab_size=VOCAB)
@@ -187,7 +195,7 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
         return inspect_run(tmp_path / "checkpoints" / str(step), examples=8, batch_size=4)
 
     (tmp_path / METRICS_FILE).touch()
-    assert inspect(0)["start"] == "not known"  # for a converted model
+    assert inspect(0)["start"] == "not known"  # as for a converted model
     found = inspect(2)
     assert found["start"] == "those saved at step 0" and found["examples"] == 7
     assert found["mixtures"]["encoder 1"]["steps"] == [0, 2]
@@ -203,7 +211,8 @@ def test_a_run_is_inspected_up_to_a_step(tmp_path, monkeypatch):
     assert set(cross["near"] + cross["profile"][0] + window["spread"]) == {None}
     said = {name: sentences_about(layer) for name, layer in found["layers"].items()}
     assert "local" not in said["decoder 1 cross"] and "off the diagonal" in said["decoder 1 cross"]
-    # With one token, a head has no place to look at. In long sequences, near_of_equal is small.
+    # The sequences are too short to call a head local or sharp. Pretend that they are longer, so
+    # that a head with equal weights would rarely look near the query.
     layer = found["layers"]["decoder 1"]
     assert not {"local", "sharp"} & set(re.findall(r"\w+", said["decoder 1"]))
     long = {**layer, "end": {**layer["end"], "near_of_equal": 0.5, "keys": 9.0}}

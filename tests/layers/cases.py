@@ -1,4 +1,4 @@
-"""All alignments and mixers, in the forms that the contract tests."""
+"""Lists all alignments and mixers, with the options with which the contract is tested."""
 
 import synthesizer_jax as sj
 from synthesizer_jax.primitives.initializers import Normal

@@ -1,7 +1,7 @@
-"""What all alignments and all mixers must fulfill, as functions of a case.
+"""Defines the checks that all alignments and mixers must pass.
 
-A new variant needs one entry in `tests.layers.cases` (and a formula in `oracles`) to be tested by
-all of them. The checks compare the results of three compiled programs for each case.
+To test a new variant with all checks, add an entry to `tests.layers.cases` and a formula to
+`oracles`. The checks share the results of three compiled programs for each case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LENGTHS = (LENGTH, 6)
 def packed_row(*texts: range) -> tuple[list[int], list[int]]:
     """Returns the tokens of a packed row and their segments.
 
-    Tokens are indices of the flattened batch. The row is longer than any table.
+    Tokens are given as indices into the flattened batch. The row is longer than any table of the
+    layers.
     """
     index = [i for text in texts for i in text]
     segments = [number for number, text in enumerate(texts, 1) for _ in text]
@@ -45,8 +46,8 @@ PACKED = {
     "causal": (packed_row(range(5), range(11, 17)), packed_row(range(11, 14), range(9))),
 }
 PACKED_QUERIES = packed_row(range(11, 13), range(11, 17)), packed_row(range(8))
-# Prompts of five and three tokens as indices of the flattened batch. They are padded at the end in
-# the first two rows, and in front in the others.
+# Prompts of five and three tokens, given as indices into the flattened batch. In the first two
+# rows, the padding is at the end. In the other rows, it is in front.
 PROMPTS = np.array([[0, 1, 2, 3, 4], [11, 12, 13, 0, 0], [0, 1, 2, 3, 4], [0, 0, 11, 12, 13]])
 REAL = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
 NEXT = np.array([[5, 6], [14, 15], [5, 6], [14, 15]])
@@ -56,7 +57,7 @@ NEXT = np.array([[5, 6], [14, 15], [5, 6], [14, 15]])
 class Case:
     """A layer, its formula, and whether it accepts packed rows.
 
-    The latter is given because the attributes of the layer do not tell it.
+    Whether a layer accepts packed rows cannot be read from its attributes.
     """
 
     layer: Mixer
@@ -74,27 +75,27 @@ class Case:
 
     @classmethod
     def of(cls, alignment: Any, packs: bool = True, **fields: Any) -> Case:
-        """Returns the case of an alignment in an `Attention`."""
+        """Returns the case for an alignment in an `Attention` layer."""
         layer = Attention(HEADS, WIDTH, alignment=alignment, **fields)
         return cls(layer, oracles.attention, packs)
 
 
 class Subject:
-    """A case with parameters in general position, tokens, and the results of compiled programs."""
+    """A case with random parameters and tokens, and with the results of compiled programs."""
 
     def __init__(self, case: Case):
         self.case = case
         self.layer = case.layer
         self.mode = case.modes[-1]
         self.decodes = "causal" in case.modes
-        self.crosses = isinstance(case.layer, AttentionBase)  # it has the same parameters
+        self.crosses = isinstance(case.layer, AttentionBase)  # whose parameters are the same
         self.packs = case.packs and case.layer.supports_packing
         self.x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, D))
         options = {"dtype": np.float64, "mask": mask(self.mode)}
         self.variables = general(self.layer.init, jnp.asarray(self.x, jnp.float32), **options)
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiles a function that computes in float64 and does not promote ranks."""
+        """Compiles a function that computes in float64, without rank promotion."""
         compiled = jax.jit(function, compiler_options=FAST_COMPILE)
 
         def call(*arguments: Any) -> Any:
@@ -112,7 +113,7 @@ class Subject:
         return self.program(self.variables, self.x)
 
     def _forward(self, variables: Any, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns the outputs of the layer for tokens, in all ways of calling it."""
+        """Returns the layer's outputs for the same tokens, for every way of calling the layer."""
         apply = functools.partial(self.layer.apply, variables)
         extend = functools.partial(apply_method, self.layer.extend, variables)
         out = {mode: apply(x, mask=mask(mode)) for mode in self.case.modes}
@@ -130,7 +131,7 @@ class Subject:
             prompt = x[:, :4].at[:, 3].set(jnp.nan)  # three tokens and padding
             first, cache = extend(prompt, cache, mask=Mask(key_lengths=jnp.array([3, 3])))
             first, out["padding of a prompt"] = first[:, :3], first[:, 3]
-            # All examples have read the same number of tokens.
+            # Let the cache hold the same number of tokens for all examples.
             cache = dataclasses.replace(cache, length=np.int32(3))
 
             def step(cache, new):
@@ -164,24 +165,24 @@ class Subject:
 
     @functools.cached_property
     def gradients(self) -> tuple[Any, Any]:
-        """Returns the loss with its gradients of parameters and tokens, and finite differences."""
+        """Returns the loss, its gradients for parameters and tokens, and finite differences."""
         rest = {k: v for k, v in self.variables.items() if k != "params"}
 
         def loss(params, x):
-            """Returns the loss for parameters and tokens."""
+            """Returns the loss as a function of the parameters and the tokens."""
             return self.loss({"params": params, **rest}, x)
 
         leaves, tree = jax.tree.flatten((self.variables.get("params", {}), self.x))
 
         def both(*at: jax.Array) -> Any:
             def of(*at):
-                """Returns the loss for a list of arrays."""
+                """Returns the loss as a function of a flat list of arrays."""
                 return loss(*tree.unflatten(at))
 
             directions = [jnp.asarray(d) for d in directions_of(leaves)]
 
             def moved(steps):
-                """Returns the loss after each array has moved in its direction."""
+                """Returns the loss after each array has been moved along its direction."""
                 return of(*(a + h * d for a, h, d in zip(at, steps, directions, strict=True)))
 
             size = len(leaves)
@@ -193,7 +194,10 @@ class Subject:
 
     @functools.cached_property
     def others(self) -> dict[str, Any]:
-        """Returns what only distinct structures are tested for: ragged prompts and bfloat16."""
+        """Returns results for ragged prompts and for bfloat16.
+
+        Only layers with distinct structures are tested with these inputs.
+        """
         return self.run(self._others)(self.variables, self.x)
 
     def _others(self, variables: Any, x: jax.Array) -> dict[str, Any]:
@@ -219,7 +223,7 @@ def mask(mode: str, lengths: tuple[int, ...] = LENGTHS) -> Mask:
 
 
 def general(init: Any, *arguments: Any, dtype: Any = np.float32, **options: Any) -> Any:
-    """Returns variables in general position, without zeros and ones that could hide a mistake."""
+    """Returns random variables, without zeros and ones that could hide a mistake."""
     rng = np.random.default_rng(1)
     init = functools.partial(init, jax.random.key(0), **options)
     shapes = jax.eval_shape(init, *arguments)
@@ -236,21 +240,24 @@ def flat(x: Any) -> Any:
 
 
 def seen_pairs(mode: str) -> np.ndarray:
-    """Returns which keys queries see, ``[b, q, k]``."""
+    """Returns which keys each query may see, bool ``[b, q, k]``."""
     real = np.arange(LENGTH) < np.array(LENGTHS)[:, None]
     seen = real[:, :, None] & real[:, None, :]
     return seen & np.tri(LENGTH, dtype=bool) if mode == "causal" else seen
 
 
 def close(found: Any, expected: Any, bound: float, length: int = LENGTH) -> None:
-    """Compares the real rows among the first `length` positions."""
+    """Compares the outputs of real tokens among the first `length` positions."""
     for one, other, n in zip(found, expected, LENGTHS, strict=True):
         one, other = (np.asarray(y, np.float64)[: min(n, length)] for y in (one, other))
         np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.abs(other).max())
 
 
 def equals_the_oracle(s: Subject) -> None:
-    """This includes padding, which sees nothing."""
+    """Outputs equal the oracle's outputs.
+
+    This includes padding queries, which see no keys.
+    """
     params, constants = (s.variables.get(name, {}) for name in ("params", "constants"))
     for mode in s.case.modes:
         assert s.forward[mode].dtype == np.float64
@@ -261,7 +268,7 @@ def equals_the_oracle(s: Subject) -> None:
 
 
 def gradients_are_finite_differences(s: Subject) -> None:
-    """They are compared along a random direction of the tokens and of each parameter."""
+    """Gradients equal finite differences along random directions of parameters and tokens."""
     (_, gradients), slopes = s.gradients
     for gradient, slope, along in zip(gradients, slopes, directions_of(gradients), strict=True):
         assert np.any(gradient != 0)
@@ -269,7 +276,7 @@ def gradients_are_finite_differences(s: Subject) -> None:
 
 
 def nothing_leaks(s: Subject) -> None:
-    """Masked tokens, later tokens and other examples do not change a single bit."""
+    """Masked tokens, later tokens and other examples do not change a single bit of the output."""
 
     def run(rows: int, start: int, change: Callable[[np.ndarray], Any]) -> dict[str, np.ndarray]:
         changed = s.x.copy()
@@ -289,7 +296,11 @@ def nothing_leaks(s: Subject) -> None:
 
 
 def steps_are_the_full_pass(s: Subject) -> None:
-    """This is so after a prompt whose padding has NaN. Padding has the outputs of a full pass."""
+    """Decoding steps give the same outputs as a full pass.
+
+    The steps follow a prompt whose padding contains NaN. The outputs of the padding also equal the
+    outputs of a full pass.
+    """
     if s.decodes:
         close(s.forward["steps"], s.forward["causal"], 1e-9)
         padding = s.forward["causal"][1, LENGTHS[1]]
@@ -299,31 +310,37 @@ def steps_are_the_full_pass(s: Subject) -> None:
 
 
 def cross_attention_is_self_attention_to_the_same_tokens(s: Subject) -> None:
-    """This is so in one pass and in steps."""
+    """Cross-attention to the layer's own tokens equals self-attention, in one pass and in steps."""
     if s.crosses:
         close(s.forward["cross"], s.forward["full"][:, :7], 1e-9, length=7)
         close(s.forward["cross steps"], s.forward["full"][:, :7], 1e-9, length=7)
 
 
 def packed_is_separate(s: Subject) -> None:
-    """Longer padding changes nothing, either."""
+    """Examples in packed rows give the same outputs as examples in separate rows.
+
+    More padding does not change the outputs, either.
+    """
     if not s.packs:
         return close(s.forward["longer"], s.forward[s.mode], 1e-9)
     for mode in s.case.modes:
         index, segments = np.swapaxes(PACKED[mode], 0, 1)
         found, expected = s.forward[f"packed {mode}"], flat(s.forward[mode])[index]
         np.testing.assert_allclose(found[segments > 0], expected[segments > 0], rtol=0, atol=1e-9)
-    if s.crosses:  # segments of queries and of keys begin at different positions
+    if s.crosses:  # query and key segments begin at different positions
         index, own = np.swapaxes(PACKED_QUERIES, 0, 1)
         found, expected = s.forward["packed cross"], flat(s.forward["full"])[index]
         np.testing.assert_allclose(found[own > 0], expected[own > 0], rtol=0, atol=1e-9)
 
 
 def sharded_is_single(s: Subject) -> None:
-    """Two devices divide the examples and two the heads, with automatic and with explicit axes."""
+    """A layer on four devices gives the same outputs as on one device.
+
+    Two devices shard the examples, and two shard the heads, with automatic and with explicit axes.
+    """
 
     def by_heads(path: Any, p: Any) -> P:
-        """Places output projections and tables as users of a layer would."""
+        """Shards output projections and tables by heads, as users of a layer would."""
         names = [key.key for key in path]
         divided = names[-2:] == ["out", "kernel"] or names[-1] == "table"
         return P("model") if divided and p.shape[0] == HEADS else P()
@@ -341,7 +358,10 @@ def sharded_is_single(s: Subject) -> None:
 
 
 def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
-    """Padding is on either side and has any content. The positions of steps are not given."""
+    """Prompts of different lengths in a batch decode as each prompt does alone.
+
+    Padding is on either side and may have any content. The positions of steps are not given.
+    """
     if s.decodes:
         whole = flat(s.forward["causal"])
         steps = s.others["next"][:, :, 0].swapaxes(0, 1)
@@ -358,7 +378,10 @@ def bfloat16_is_near(s: Subject) -> None:
 
 
 def eager_is_compiled_and_nothing_infinite(s: Subject) -> None:
-    """No operation gives NaN or infinity, either. One example has no tokens."""
+    """Eager execution gives the same outputs as a compiled program.
+
+    No operation returns NaN or infinity, although one example has no tokens.
+    """
     variables, x = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), (s.variables, s.x))
     empty = mask(s.mode, (LENGTH, 0))
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -368,7 +391,10 @@ def eager_is_compiled_and_nothing_infinite(s: Subject) -> None:
 
 
 def ranks_and_dtypes_are_not_promoted(s: Subject) -> None:
-    """This holds for gradients and decoding steps, with JAX's strictest settings."""
+    """Layers work if JAX forbids to promote ranks and dtypes.
+
+    This includes gradients and decoding steps.
+    """
     variables = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), s.variables)
 
     def all_ways(x: jax.Array) -> Any:

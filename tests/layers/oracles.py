@@ -1,7 +1,7 @@
-"""The papers' formulas in NumPy with float64, written to be read and not to be fast.
+"""Implements the papers' formulas in NumPy with float64, to be readable rather than fast.
 
-Each oracle takes a layer, its parameters, tokens ``x [b, n, d]`` and ``seen [b, q, k]``, and
-returns the output of the sub-layer ``[b, n, d]``.
+Each oracle takes a layer, its parameters, its constants, the tokens ``x [b, n, d]``, and ``seen [b,
+q, k]``, which says what queries may see. It returns the output of the sub-layer ``[b, n, d]``.
 """
 
 import math
@@ -22,7 +22,7 @@ def attention(layer, p, constants, x, seen):
     align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
     seen = within_window(layer, seen)
     own = layer.alignment, align, constants.get("align", {}), x
-    if layer.sinks:  # such layers here also have a soft cap
+    if layer.sinks:  # in these tests, layers with sinks also have a soft cap
         logits = layer.soft_cap * np.tanh(logits_of(*own, layer.num_heads) / layer.soft_cap)
         logits = np.broadcast_to(logits, (len(x), layer.num_heads, *seen.shape[1:]))
         sinks = np.broadcast_to(p["sinks"][:, None, None], (*logits.shape[:-1], 1))
@@ -42,7 +42,7 @@ def attention(layer, p, constants, x, seen):
 
 
 def within_window(layer, seen):
-    """Returns ``seen [b, q, k]`` without keys that are `window` positions away or more."""
+    """Returns `seen` without the keys that are `window` or more positions away from the query."""
     position = np.arange(seen.shape[-1])
     return seen & (abs(position - position[:, None]) < (layer.window or np.inf))
 
@@ -61,7 +61,10 @@ def weights_of(alignment, p, constants, x, seen, heads):
 
 
 def gaussian(alignment, x, seen, heads):
-    """You et al. 2020: the weights are the density itself. Keys that are not seen do not count."""
+    """Hard-coded attention (You et al. 2020): the weights are a Gaussian density.
+
+    Keys that are not seen have no influence.
+    """
     b, n, _ = x.shape
     out = np.zeros((b, heads, n, n))
     for h, i, j in np.ndindex(heads, n, n):
@@ -81,7 +84,10 @@ def gaussian(alignment, x, seen, heads):
 
 
 def logits_of(alignment, p, constants, x, heads):
-    """Returns logits ``[b, h, q, k]``, computed for one head and one pair of positions at once."""
+    """Returns logits ``[b, h, q, k]``.
+
+    The logits are computed for one head and one pair of positions at a time.
+    """
     if isinstance(alignment, sj.Mixture):
         return mixture(alignment, p, constants, x, heads)
     b, n, _ = x.shape
@@ -111,9 +117,9 @@ def mixture(alignment, p, constants, x, heads):
 
 
 def rotary_turns(alignment, width):
-    """Returns the radians per position for every pair of features, and a factor.
+    """Returns the rotation in radians per position for every pair of features, and a factor.
 
-    The factor multiplies both queries and keys.
+    Queries and keys are both multiplied by the factor.
     """
     base, scaling = alignment.rotary_base, alignment.rotary_scaling
     turns = base ** (-np.arange(0, width, 2) / width)
@@ -123,7 +129,7 @@ def rotary_turns(alignment, width):
     elif isinstance(scaling, sj.YaRN):  # Peng et al. 2023, with the ramp of their code
 
         def pair(count):
-            """Returns the number of the pair that turns this often within the original length."""
+            """Returns the pair of features that makes `count` turns within the original length."""
             return width / 2 * math.log(scaling.original_length / (2 * np.pi * count), base)
 
         low = max(math.floor(pair(scaling.fast)), 0)
@@ -187,7 +193,7 @@ def project(p, x, h):
 
 
 def bucket(distance, alignment):
-    """Raffel et al. 2020, transcribed for a single distance."""
+    """Returns T5's bucket for a single distance (Raffel et al. 2020)."""
     result = 0
     n = -distance
     buckets = alignment.num_buckets
@@ -215,7 +221,7 @@ def talking_heads(layer, p, constants, x, seen):
 
 
 def talk(layer, p, x, heads, what, to):
-    """Exchanges heads ``[b, h, q, k]``, with a matrix of its own for every pair of positions."""
+    """Mixes heads of ``[b, h, q, k]`` with a separate matrix for every pair of positions."""
     matrix = np.zeros((*x.shape[:2], x.shape[1], heads.shape[1], to))
     matrix += p[f"{what}_projection"] if getattr(layer, f"project_{what}") else np.eye(to)
     for source, axis in (("x2", 2), ("m2", 1)):
@@ -274,7 +280,7 @@ def layer_norm(x, scale, bias):
 def sentence_network(p, flat, net):
     """Bozic et al.
 
-    2023: the network of the released code, for one flattened and padded sentence.
+    2023: the network of the released code, applied to one flattened and padded sentence.
     """
     x = layer_norm(flat, p["scale_0"][net].reshape(-1), p["shift_0"][net].reshape(-1))
     hidden = p["kernel_0"].shape[-1]

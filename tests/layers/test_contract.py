@@ -1,4 +1,4 @@
-"""All alignments and mixers fulfill the contract."""
+"""Runs the contract's checks for all alignments and mixers."""
 
 import json
 
@@ -15,7 +15,7 @@ DISTINCT = {  # structures that shard, decode and round differently
     *("Linformer", "Mixture of everything", "PerHead of mixtures", "Random", "ALR of a decoder"),
     *("TalkingHeads", "TokenFeedForward"),
 }
-EAGER = {  # this check is slow, and these cases have all operations of the others
+EAGER = {  # the check is slow, and these cases cover the operations of all other cases
     *(
         "DotProduct, grouped",
         "DynamicConvolution",

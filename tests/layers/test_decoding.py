@@ -1,4 +1,7 @@
-"""Decoding that cannot be misused: the cache knows how full it is, and errors say what is wrong."""
+"""Tests that decoding cannot be misused.
+
+The cache knows how full it is, and errors say what is wrong.
+"""
 
 import dataclasses
 import functools
@@ -17,14 +20,14 @@ ROOM, D = 8, 6
 MIXTURE = sj.Mixture((sj.DotProduct(), sj.Random(max_length=ROOM), sj.RelativeBias()))
 LAYERS = {
     "mixture": sj.Attention(2, 3, alignment=MIXTURE),
-    "convolution": sj.LightweightConvolution(width=3),  # a window has no end
+    "convolution": sj.LightweightConvolution(width=3),  # a convolution can decode forever
     "sentence": sj.SentenceFeedForward(ROOM, 5, 2, 3, causal=True),
 }
 X = np.float32(np.random.default_rng(0).normal(size=(2, ROOM + 5, D)))
 
 
 class Made:
-    """A layer with variables, the outputs of a full pass, and compiled steps."""
+    """A layer with variables, the outputs of a full pass, and compiled decoding steps."""
 
     def __init__(self, layer):
         self.layer = layer
@@ -61,7 +64,7 @@ def made(request):
 def test_steps_follow_the_cached_tokens(made):
     _, cache = made.start(X[:, :4])
     made.refuses("position is 5, but the cache holds 4 tokens", X[:, 5:6], cache, position=5)
-    if isinstance(made.layer, sj.Attention):  # decodes again from there
+    if isinstance(made.layer, sj.Attention):  # decoding can restart from an earlier position
         y, again = made.step(X[:, 3:4], cache, position=3)
         np.testing.assert_allclose(y, made.whole[:, 3:4], atol=1e-5)
         assert again.length == 4
@@ -79,12 +82,12 @@ def test_steps_follow_the_cached_tokens(made):
 def test_examples_of_different_lengths_fill_the_cache_at_different_steps(made):
     _, cache = made.start(X[:, :5], mask=sj.Mask(key_lengths=jnp.array([5, 3])))
     np.testing.assert_array_equal(cache.length, [5, 3])
-    # The first example fills the cache, and the second one does not.
+    # The first example fills the cache, but the second example does not.
     new = jnp.stack([X[0, 5:9], X[1, 3:7]])
     y, after = made.step(new, cache)
     np.testing.assert_allclose(y[1], made.whole[1, 3:7], atol=1e-5)
     assert np.all(np.isnan(y[0])) != made.endless
-    # A second turn, in which the first example has no more tokens.
+    # The second turn of a dialogue, in which the first example has no new tokens.
     for mask in (
         sj.Mask(key_lengths=jnp.array([5, 4])),
         sj.Mask(key_valid=jnp.array([[False], [True]])),
@@ -124,7 +127,10 @@ def test_queries_of_cross_attention_past_the_end(layer):
 
 @pytest.mark.parametrize("kind", ["self", "cross", "positions of examples"])
 def test_steps_copy_no_keys_and_padding_of_a_memory_has_no_effect(kind):
-    """Keys as the matrix ``[b, h, width, k]`` would be a copy of the cache in every step."""
+    """Decoding steps do not copy cached keys, and padding of a memory has no effect.
+
+    Storing keys as ``[b, h, width, k]`` would require a copy of the cache in every step.
+    """
     layer = sj.Attention(2, 3)
     variables = general(layer.init, X[:, :ROOM])
     memory, length = ((X,), X.shape[1]) if kind == "cross" else ((), ROOM)

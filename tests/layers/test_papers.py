@@ -1,6 +1,6 @@
-"""What the papers and their code say beyond the formulas of the contract.
+"""Tests what the papers and their code say beyond the formulas of the contract.
 
-What layers refuse is tested, too.
+The tests also cover what layers refuse.
 """
 
 import jax
@@ -31,7 +31,10 @@ def test_relative_buckets_are_t5s(bidirectional):
 
 
 def test_alibi_slopes_are_the_released_codes():
-    """Press et al. 2022: 12 heads have the slopes of 8 heads and every second slope of 16 heads."""
+    """ALiBi's slopes equal those of the released code (Press et al. 2022).
+
+    With 12 heads, these are the slopes for 8 heads, and every second slope for 16 heads.
+    """
     exponents = [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]
     np.testing.assert_allclose(alibi_slopes(12), [2**-e for e in exponents])
 
@@ -41,7 +44,7 @@ def test_caches_hold_what_they_need():
         (sj.Attention(2, 4, alignment=sj.Gaussian((-1, 0))), [(2, 2, 7, 4)]),
         (sj.LightweightConvolution(width=9), [(2, 10, 8, 1)]),
         (sj.Attention(2, 4, alignment=sj.Dense(max_length=500)), [(2, 2, 500, 4)]),
-        (sj.Attention(4, 3, num_kv_heads=2), [(2, 2, 500, 3)] * 2),  # each head of a group once
+        (sj.Attention(4, 3, num_kv_heads=2), [(2, 2, 500, 3)] * 2),  # shared heads are stored once
     ):
 
         def init(x, y=layer):
@@ -53,7 +56,10 @@ def test_caches_hold_what_they_need():
 
 
 def test_heads_of_two_kinds_share_keys_that_are_values():
-    """Keys of the layer that several queries share are divided in the same way as the queries."""
+    """A layer may combine heads of two kinds that share keys, which also serve as values.
+
+    Keys that several query heads share are divided among the kinds like the queries.
+    """
     two = sj.PerHead((sj.DotProduct(), sj.DotProduct()), heads=(1, 3))
     layers = [
         sj.Attention(4, 3, alignment=alignment, num_kv_heads=2, shared_key_value=True)
@@ -79,7 +85,10 @@ SIZES = {  # Bozic et al. 2023: hidden widths of the released code, and the resu
 
 @pytest.mark.parametrize("where", SIZES)
 def test_attention_replacements_have_the_released_sizes(where):
-    """The sizes are d = 128, 8 heads of 16, and 50 tokens. The output projection stays."""
+    """Replacements of attention have as many parameters as in the released code.
+
+    The sizes are d_model 128, 8 heads of width 16, and 50 tokens. The output projection is kept.
+    """
     mask = sj.Mask(causal=where == "decoder")
     x = jax.ShapeDtypeStruct((1, 50, 128), jnp.float32)
     for hidden, size in SIZES[where].items():
@@ -97,9 +106,9 @@ def test_attention_replacements_have_the_released_sizes(where):
 
 
 def test_attention_replacement_in_cross_attention():
-    """Position i reads the encoder and the first i + 1 decoder states.
+    """In cross-attention, position i reads the encoder's states and i + 1 decoder states.
 
-    Steps equal the full pass.
+    Decoding steps give the same outputs as a full pass.
     """
     layer = sj.SentenceFeedForward(9, 6, 2, 3)
     rng = np.random.default_rng(0)
@@ -130,7 +139,10 @@ def test_attention_replacement_in_cross_attention():
 
 
 def test_sentences_of_tokens_that_hardly_differ():
-    """Rounding may make the variance of large, equal numbers negative."""
+    """The norm of tokens that hardly differ is finite.
+
+    For large, nearly equal numbers, rounding may make the computed variance negative.
+    """
     x = 1000 + 0.01 * np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
     y, _ = sj.SentenceFeedForward(12, 8).init_with_output(KEY, x)
     assert np.all(np.isfinite(y))

@@ -1,4 +1,4 @@
-"""Properties of models: names, layouts, dropout, dtypes, memory, rows of text, halting, errors."""
+"""Tests properties of models, such as layouts, dropout, dtypes, memory, halting and errors."""
 
 import functools
 import re
@@ -35,7 +35,10 @@ def batch():
 
 
 def test_scan_equals_loop_and_layouts_convert_back(batch):
-    """The model has two kinds of layers, a frozen table, and rematerialization."""
+    """Scanned and looped layers give the same results, and variables convert between both layouts.
+
+    The model has two kinds of layers, a frozen table, and rematerialization.
+    """
     frozen = sj.Mixture((sj.DotProduct(), sj.Random(ROOM, trainable=False), sj.Random(ROOM)))
     runs = tuple(
         sj.Run(sj.Block(sj.Attention(2, 8, alignment=kind), sj.FeedForward(24)), n)
@@ -73,7 +76,7 @@ def test_elementwise_dropout_keeps_the_mean():
     for axis in range(3):
         np.testing.assert_allclose(np.mean(dropped, axis), 1, atol=0.4)
     np.testing.assert_allclose(np.mean(dropped), 1, atol=0.005)
-    # Two positions that share a draw of 32 bits are dropped independently.
+    # Two positions that use halves of the same 32 random bits are dropped independently.
     np.testing.assert_allclose(np.mean(dropped[:, :31] != dropped[:, 32:]), 2 * 3 / 16, atol=0.01)
 
 
@@ -124,7 +127,7 @@ def test_errors_are_one_line(batch):
     model = model_of()
 
     def init(model):
-        """Traces the initialization of a model."""
+        """Returns the shapes of a model's initial variables."""
         return jax.eval_shape(model.init, jax.random.key(0), *batch)
 
     stack = model.encoder
@@ -183,9 +186,9 @@ def test_layers_that_keep_their_products_make_none_twice():
 
 
 def kernel_runs(program: str, function: str = "main") -> int:
-    """Returns how many kernels a StableHLO function runs.
+    """Returns how many kernels a StableHLO function runs, including the functions that it calls.
 
-    This includes the functions that it calls.
+    Every call of a function is counted.
     """
     body = re.search(rf"func\.func \w+ @{function}\((.*?)\n  \}}", program, re.DOTALL)[1]
     called = re.findall(r"call @(\w+)\(", body)
@@ -200,7 +203,7 @@ def test_tpus_run_kernels_in_all_three_attentions(remat):
     step = jax.jit(jax.grad(lambda p: model.apply(p, x, x).sum()))
     program = step.trace(params).lower(lowering_platforms=("tpu",)).as_text()
     again = 2 if remat == "full" else 1
-    # There is a forward kernel, and one kernel for the gradients of such a small table of pairs.
+    # There is one forward kernel, and one kernel for the gradients, because the table is small.
     assert kernel_runs(program) == 3 * (again + 1)
     assert "stablehlo.while" not in program
 
@@ -213,7 +216,11 @@ def language_model(kind=None, **options):
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_language_model_rows_are_inputs_then_targets(prefix, batch):
-    """Inputs see later inputs only with a prefix. Inputs of padding are the same as no inputs."""
+    """A row of a language model contains the inputs, followed by the targets.
+
+    Inputs see later inputs only in a prefix language model. Inputs that are only padding are
+    equivalent to no inputs.
+    """
     source, target = batch
     model = language_model(prefix=prefix)
     variables = general(model.init, *batch)
@@ -227,7 +234,7 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
         text = jnp.concatenate([source[:1], target[:1]], 1)
 
         def of_inputs(m, s):
-            """Returns the decoder's outputs for inputs without targets."""
+            """Returns the decoder's outputs for the inputs only."""
             return m.decoder(m.embed(s), mask=m._mask((s != 0).sum(-1)))
 
         inputs = (source, source.at[0, 10].set(5))
@@ -252,7 +259,10 @@ def test_language_model_rows_are_inputs_then_targets(prefix, batch):
 
 
 def test_packed_targets_equal_separate_rows():
-    """Rows without inputs contain several texts, which do not see each other."""
+    """Packed targets give the same outputs as separate rows.
+
+    A row without inputs may contain several texts, which do not see each other.
+    """
     model = language_model(sj.Mixture((sj.Random(max_length=14), sj.DotProduct())))
     nothing = jnp.zeros((1, 0), jnp.int32)
     lengths = (5, 3, 4)
@@ -283,7 +293,7 @@ def test_encoders_pool_real_tokens_and_read_their_types(batch):
     @jax.jit
     def run(variables):
         def apply(m, x):
-            """Applies the model with two types of tokens."""
+            """Applies the model to tokens of two token types."""
             return m.apply(variables, x, token_types=(x > 9).astype(int))
 
         return apply(model, source), apply(model, left), apply(model.copy(dtype="bfloat16"), source)
@@ -292,15 +302,15 @@ def test_encoders_pool_real_tokens_and_read_their_types(batch):
     close(right.pooled[1], np.asarray(right.hidden)[1, :7].mean(0))
     close(moved.outputs, right.outputs)
     assert narrow.pooled.dtype == jnp.bfloat16 and narrow.outputs.dtype == jnp.float32
-    # A head in float32 gives such outputs.
+    # The outputs are not rounded to bfloat16, because the output head computes in float32.
     assert np.any(narrow.outputs != narrow.outputs.astype(jnp.bfloat16))
 
 
 def act(states, probabilities, threshold):
-    """Adaptive computation time of one position (Graves 2016).
+    """Computes adaptive computation time (Graves 2016) for one position.
 
-    Returns its output, and n + remainder. The average of the states starts from zeros, as in
-    Tensor2Tensor and Mesh-TensorFlow.
+    Returns the output, and the ponder cost n + remainder. As in Tensor2Tensor and Mesh-TensorFlow,
+    the average of the states starts from zeros.
     """
     total, average, steps, remainder = 0.0, 0.0, 0, 0.0
     for p, state in zip(probabilities, states, strict=True):
@@ -316,10 +326,10 @@ def act(states, probabilities, threshold):
 
 
 def test_universal_transformer_halts_position_by_position():
-    """Compares adaptive computation time with a function for one position.
+    """Compares the halting of a Universal Transformer with a function for a single position.
 
-    The states come from the loop itself. The cost is a mean over rows of means over real positions,
-    or over the positions that are to count.
+    The states are those of the tested loop. The ponder cost is averaged over the real positions of
+    a row, or over the chosen positions, and then over rows.
     """
     block = sj.Block(sj.Attention(2, 8), sj.FeedForward(16))
     places = jnp.arange(5)[None]
@@ -327,7 +337,7 @@ def test_universal_transformer_halts_position_by_position():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, D)), jnp.float32)
     params = general(stack.init, x)["params"]
     lengths = np.array([2, 5])
-    params["halting"]["bias"] = -np.ones(1, np.float32)  # they do not all halt in the same step
+    params["halting"]["bias"] = -np.ones(1, np.float32)  # positions halt at different steps
 
     @jax.jit
     def run(params):

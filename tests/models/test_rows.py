@@ -1,4 +1,4 @@
-"""Rows that share a memory, ragged prompts of a stack, and positions beyond a table."""
+"""Tests rows that share an encoder memory, ragged prompts, and positions beyond a table."""
 
 import functools
 
@@ -42,7 +42,11 @@ def source():
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("cross", CROSS)
 def test_candidates_that_share_a_memory(cross, rows, source):
-    """The outputs are those of a repeated memory, also for a prompt and steps with caches."""
+    """Several rows of targets may share one encoder output.
+
+    The results equal those of a repeated encoder output, also for a prompt and for decoding steps
+    with caches.
+    """
     model = encoder_decoder(CROSS[cross])
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, VOCAB, (3 * rows, 5)))
     variables = general(model.init, source, tokens[:2])
@@ -58,7 +62,7 @@ def test_candidates_that_share_a_memory(cross, rows, source):
         cache = apply_method(model.init_cache, variables, source[:rows], max_length=5)
         cache = cache.map_rows(lambda x: jnp.repeat(x, 3, axis=0))
         _, cache = apply_method(model.extend, variables, tokens[order, :3], cache)
-        cache = cache.map_rows(lambda x: x[jnp.argsort(order)])  # beams change places in this way
+        cache = cache.map_rows(lambda x: x[jnp.argsort(order)])  # as beams change places
         last, _ = apply_method(model.extend, variables, tokens[:, 3:], cache)
         return found, last, expected
 
@@ -71,7 +75,11 @@ def test_candidates_that_share_a_memory(cross, rows, source):
 
 
 def test_a_mask_says_which_inputs_are_real(source):
-    """``Mask()`` treats padding like other tokens. A mask of the real tokens changes nothing."""
+    """A mask says which inputs are real.
+
+    With ``Mask()``, padding counts as real tokens. A mask of the real tokens gives the same outputs
+    as no mask.
+    """
     model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
     targets = jnp.array([[0, 3, 2], [0, 2, 0]])
     variables = general(model.init, source, targets)
@@ -82,7 +90,7 @@ def test_a_mask_says_which_inputs_are_real(source):
     everything = sj.Mask()
     real = sj.Mask(key_valid=source[:, ::-1] != 0)
 
-    def another_id(params):  # 1 in place of 0
+    def another_id(params):  # uses 1 instead of 0
         embedding = params["params"]["embedding"]
         return {"params": params["params"] | {"embedding": embedding.at[1].set(embedding[0])}}
 
@@ -117,13 +125,16 @@ def test_a_mask_says_which_inputs_are_real(source):
 
 
 def test_an_array_is_a_tokenizers_attention_mask(source):
-    """In all methods of a model it hides keys, and padding sees the real tokens."""
+    """A boolean array acts like the attention mask of a tokenizer.
+
+    In all methods of a model, it hides padding keys, and padding queries still see the real tokens.
+    """
     model = encoder_decoder(sj.Attention(2, 4), bias=sj.RelativeBias())
     targets = jnp.array([[0, 3, 2], [0, 2, 0]])
     variables = general(model.init, source, targets)
     reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=model.encoder, outputs=2)
     own = general(reader.init, source)
-    source = jnp.roll(source, 1, axis=1)  # now padding is on both sides
+    source = jnp.roll(source, 1, axis=1)  # moves some of the padding to the front
     real = np.asarray(source) != 0
     pairs = np.tril(np.ones((6, 6), bool))
 
@@ -173,7 +184,10 @@ def test_an_array_is_a_tokenizers_attention_mask(source):
 
 
 def test_stacks_read_arrays_as_layers_do():
-    """An array with two axes is ``[q, k]``. All positions count for losses that modules add."""
+    """Stacks interpret a mask array in the same way as layers.
+
+    An array with two axes is ``[q, k]``. For losses that modules add, all positions count.
+    """
     stack = sj.UniversalStack(
         (sj.Run(sj.Block(sj.Attention(2, 4), None), 2),), halting_threshold=0.5
     )
@@ -192,7 +206,11 @@ def test_stacks_read_arrays_as_layers_do():
 
 @pytest.mark.parametrize("kind", [sj.Stack, sj.UniversalStack])
 def test_ragged_prompts_of_a_stack(kind):
-    """The embeddings are padded with NaN on either side. Then steps follow without positions."""
+    """Stacks decode prompts of different lengths.
+
+    The embeddings are padded with NaN on either side. Decoding steps follow, for which no positions
+    are given.
+    """
     own = sj.Attention(2, 4, alignment=sj.Random(max_length=12))
     block = sj.Block(own, sj.FeedForward(12))
     stack = kind((sj.Run(block, 2),), bias=sj.RelativeBias(), positions=LearnedPositions(12))
@@ -224,7 +242,7 @@ def test_ragged_prompts_of_a_stack(kind):
 
 
 def test_positions_past_a_table_are_refused(source):
-    """If the length is known in advance, there is an error. Otherwise the output is NaN."""
+    """Positions beyond a table raise an error if the length is known, and give NaN otherwise."""
     table = LearnedPositions(6)
     values = {"params": {"embedding": jnp.ones((6, D))}}
     with pytest.raises(ValueError, match="max_length=6, but it was given 7 positions"):

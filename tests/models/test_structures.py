@@ -1,6 +1,6 @@
-"""All structures of the zoo in tiny sizes, and the parameter counts of published models.
+"""Tests all models of the zoo in tiny sizes, and the parameter counts of published models.
 
-Each structure is a single compiled program.
+Each model is tested with a single compiled program.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ PACKED = (
 
 
 def tiny(value):
-    """Returns the same structure with small sizes."""
+    """Returns a copy of a model, or of a part of a model, with tiny sizes."""
     if isinstance(value, tuple):
         return tuple(map(tiny, value))
     if not dataclasses.is_dataclass(value):
@@ -62,9 +62,11 @@ def close(found, expected, bound=2e-4):
 
 
 def texts():
-    """Returns two examples padded at the end, the same examples with other padding, and targets.
+    """Returns two examples in two versions that are padded differently, and targets.
 
-    The other padding is in front and between tokens.
+    In the first version, the padding is at the end.
+
+    In the second version, the padding is in front of tokens and between tokens.
     """
     rng = np.random.default_rng(0)
     source, target = (rng.integers(2, VOCAB, (2, n)) for n in (LENGTH, STEPS))
@@ -75,9 +77,11 @@ def texts():
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_structure_of_the_zoo(name):
-    """Padding may be anywhere, steps equal the full pass, and packed rows equal separate ones.
+    """Tests one model: padding, decoding steps, packed rows and gradients.
 
-    All parameters have gradients.
+    Padding may be anywhere. Decoding steps equal a full pass. Packed rows equal separate rows.
+
+    All parameters have nonzero gradients.
     """
     model = tiny(ZOO[name]())
     source, target = texts()
@@ -135,13 +139,13 @@ def test_named_models_round_trip_as_json():
 
 @functools.cache
 def parameters(name):
-    """Returns the number of parameters, computed from shapes."""
-    model = _scan_runs(ZOO[name]())  # scanned layers are traced quickly
+    """Returns a model's number of parameters, which is computed without allocating them."""
+    model = _scan_runs(ZOO[name]())  # scanned layers are faster to trace
     return num_elements(abstract_variables(model, *model.example(48, 32))[0]["params"])
 
 
 MILLIONS = {
-    # Narang et al. 2021, table 2, and Tay et al. 2021.
+    # These numbers are from Narang et al. 2021 (table 2) and Tay et al. 2021.
     "mesh_random_base": 254,
     "mesh_factorized_base": 207,
     "mesh_dense_base": 224,
@@ -151,7 +155,8 @@ MILLIONS = {
     "mesh_random_plus_alpha_base": 292,
     "lightweight_convolution_base": 224,
     "dynamic_convolution_base": 256,
-    # Bhojanapalli et al. 2020, tables 1 to 3. They include the pooler and the head over the tokens.
+    # These numbers are from Bhojanapalli et al. 2020 (tables 1 to 3). They include the pooler and
+    # the output head over tokens.
     "bert_large": 336,
     **dict(
         zip(
@@ -171,5 +176,5 @@ def test_published_numbers_of_parameters(name):
 def test_numbers_of_parameters_of_published_checkpoints():
     assert parameters("t5_1_1_base") == 247_577_856
     assert parameters("t5_base") == parameters("mesh_vanilla_base") == 222_903_552
-    biases, vectors = 2 * 32 * 8, 512 * 768  # one for each stack, and one table for both
+    biases, vectors = 2 * 32 * 8, 512 * 768  # a bias for each stack, and a shared position table
     assert parameters("mesh_learned_dense_base") - parameters("mesh_dense_base") == vectors - biases

@@ -1,6 +1,6 @@
-"""Adafactor compared with NumPy code after T5X, which follows the paper.
+"""Compares Adafactor with NumPy code that follows T5X and the paper.
 
-Stacks are compared with single parameters.
+Stacked parameters are compared with separate parameters.
 """
 
 import jax
@@ -35,7 +35,7 @@ def make_problem(shape, axes):
     gradients = [rng.normal(size=shape) * (1 + 3 * rng.random(shape)) for _ in range(3)]
 
     def as32(a):
-        """Returns a tree with the array in float32."""
+        """Returns a tree that contains the array in float32."""
         return {"x": jnp.asarray(a, jnp.float32)}
 
     return as32(x), {"x": axes}, [as32(g) for g in gradients]
@@ -62,8 +62,8 @@ def test_a_stack_is_updated_like_single_parameters(shape, axes):
         np.testing.assert_allclose(stacked["x"][i], single["x"], rtol=1e-6, atol=1e-7)
 
 
-# T5X's `standard_logical_factor_rules` for the axes of T5. The last line has axes that are not in
-# T5X.
+# T5X's `standard_logical_factor_rules` for the axes of T5. The last line has axes that T5X does not
+# have.
 T5X_RULES = {
     **dict.fromkeys(("vocab", "mlp", "heads", "kv"), "column"),
     **{"embed": "row", "layers": "batch", "norm": "none"},
@@ -72,10 +72,11 @@ T5X_RULES = {
 
 
 def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
-    """Returns the updates of T5X (Shazeer and Stern 2018, algorithms 4 and 5, relative step sizes).
+    """Returns the updates that T5X's Adafactor makes (Shazeer and Stern 2018, algorithms 4 and 5).
 
-    Rules determine how stacks are factored, and sizes determine whether single matrices are. T5X
-    stores the heads and kv dimensions of a kernel as one dimension.
+    Step sizes are relative. For stacked parameters, rules determine which axes are factored. A
+    single matrix is factored if it is large enough. T5X stores the heads and kv dimensions of a
+    kernel as one dimension.
     """
     x = np.array(x, np.float64)
     rules = [T5X_RULES[a] for a in axes]
@@ -93,7 +94,7 @@ def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
     inner = tuple(i for i in range(x.ndim) if i not in batch)
 
     def mean(a, dims):
-        """Returns the mean over some dimensions, which stay with size one."""
+        """Returns the mean over some dimensions, which are kept with size one."""
         return a.mean(axis=dims, keepdims=True)
 
     row = column = v = 0.0
@@ -144,7 +145,11 @@ UNFACTORED = {None, "taps", "talk_to"}
 
 @pytest.mark.parametrize("name", layers.CASES)
 def test_kernels_of_all_layers_are_factored_and_biases_are_not(name):
-    """A new logical axis must be grouped like similar ones, such as ``kv_heads`` like ``heads``."""
+    """In all layers, kernels are factored and biases are not.
+
+    If this test fails for a new logical axis, group the axis like similar axes, such as
+    ``kv_heads`` like ``heads``.
+    """
     case = layers.CASES[name]
     x = jax.ShapeDtypeStruct((2, contract.LENGTH, contract.D), jnp.float32)
     shapes, axes = abstract_variables(case.layer, x, mask=contract.mask(case.modes[-1]))

@@ -1,6 +1,6 @@
-"""Optimizers by name and rules by path, compared with NumPy and optax.
+"""Compares optimizers that are chosen by name, and rules by path, with NumPy and optax.
 
-Rules for layers and errors are tested, too.
+The tests also cover rules for single layers, and errors.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment
 
 RATE, STEPS = 0.1, 4
-MODEL = nn.Dense(1)  # it has no stacks, so the paths are those of the parameters
+MODEL = nn.Dense(1)  # without stacks, paths in rules are parameter paths
 AXES = dict.fromkeys("abcd", ("embed", "mlp"))
 RULES = (
     OptimizerRule("a", learning_rate=0.5),
@@ -41,14 +41,14 @@ def problem():
     rng = np.random.default_rng(0)
 
     def make():
-        """Returns random arrays for all parameters."""
+        """Returns a random array for every parameter."""
         return {name: rng.normal(size=(3, 4)).astype(np.float32) for name in AXES}
 
     return make(), [make() for _ in range(STEPS)]
 
 
 class Sgd:
-    """The update of plain gradient descent, which a user's own optimizer makes, too."""
+    """Plain gradient descent, with which a user's own optimizer is compared."""
 
     def __call__(self, g, p, t):
         return -RATE * g
@@ -65,7 +65,10 @@ class Adam:
 
 
 class FullAdafactor:
-    """Algorithm 5 of Shazeer and Stern 2018. The tables here are too small to be factored."""
+    """Algorithm 5 of Shazeer and Stern 2018, without factoring.
+
+    The arrays in these tests are too small to be factored.
+    """
 
     def __init__(self):
         self.v = 0.0
@@ -113,7 +116,7 @@ def train(optimizer, params, gradients):
 
 
 def keys_of(tree):
-    """Returns all keys of nested dictionaries in a pytree."""
+    """Returns the keys of all nested dictionaries in a pytree."""
     paths = (path for path, _ in jax.tree.leaves_with_path(tree))
     return {
         entry.key for path in paths for entry in path if isinstance(entry, jax.tree_util.DictKey)
@@ -129,13 +132,13 @@ def test_every_optimizer_equals_numpy_under_rules(name):
     expected = {n: p.astype(np.float64) for n, p in params.items()}
     updates = {n: oracle() for n in params}
     for t, g in enumerate(gradients, 1):
-        # c does not count, because it is frozen.
+        # The parameter c does not count for the gradient norm, because it is frozen.
         norm = np.sqrt(sum((x**2).sum() for n, x in g.items() if n != "c"))
         scale = 1.0 if clip is None else min(1.0, clip / norm)
         for n, factor in FACTORS.items():
             expected[n] += factor * updates[n](g[n].astype(np.float64) * scale, expected[n], t)
     for n in params:
-        # 1 − 0.999^t has four digits in float32.
+        # In float32, 1 − 0.999^t has only about four correct digits.
         np.testing.assert_allclose(actual[n], expected[n], rtol=2e-5, atol=1e-5)
     assert np.asarray(actual["c"]).tobytes() == params["c"].tobytes()
     assert "c" not in keys_of(state), "a frozen parameter has no state"
@@ -146,7 +149,7 @@ def test_a_state_with_random_keys_is_saved_as_plain_arrays_and_continues():
     recipe = optax_optimizer("noisy_sgd", 0.1, key=7)
     optimizer = build_optimizer(recipe, (), model=MODEL, params=params, axes=AXES)
     begun, state = train(optimizer, params, gradients[:2])
-    plain = jax.tree.map(np.asarray, state)  # a checkpoint contains such arrays
+    plain = jax.tree.map(np.asarray, state)  # as restored from a checkpoint
     update = jax.jit(optimizer.update)
     for g in gradients[2:]:
         begun, plain = update(g, plain, begun)
@@ -210,7 +213,7 @@ def test_a_schedule_that_is_no_function_is_named():
 
 
 def tiny(*, scan=False, **changes):
-    """Returns a trainer of a model with two looped or scanned layers, without dropout."""
+    """Returns a trainer for a model with two looped or scanned layers, without dropout."""
     model = t5(
         Size(8, 2, 16, 2, 4),
         encoder=alignment("rv", head_dim=4, max_length=8),
@@ -230,7 +233,7 @@ LAYER_RULES = (
 
 @pytest.fixture(scope="module")
 def looped_and_scanned():
-    """Trainers with both layouts, and the looped parameters before and after three steps."""
+    """A trainer for each layout, and the looped parameters before and after three steps."""
     results = []
     for scan in (False, True):
         optimizer = AdamW(learning_rate=Constant(0.01))
@@ -243,7 +246,7 @@ def looped_and_scanned():
             state = dataclasses.replace(state, params=params)
 
         def looped(state, model=trainer.model):
-            """Returns the parameters of a state in the layout of looped layers."""
+            """Returns the parameters of a state, converted to the layout of looped layers."""
             return jax.device_get(unroll_variables(model, state.variables)["params"])
 
         before = looped(state)
@@ -287,7 +290,7 @@ def test_an_optimizer_by_name_equals_optax_and_is_sharded_like_the_parameters():
     gradients = jax.tree.map(lambda p: 3.0 * p + 1.0, params)
 
     def first(t):
-        """Returns the first updates of an optimizer of optax."""
+        """Returns the updates that an optax optimizer makes in its first step."""
         return jax.tree.leaves(t.update(gradients, t.init(params), params))
 
     for actual, expected in zip(first(named), first(own), strict=True):
@@ -295,7 +298,7 @@ def test_an_optimizer_by_name_equals_optax_and_is_sharded_like_the_parameters():
     found = state_axes(named.init(params), axes, params)
 
     def is_matrix(x):
-        """Whether these are the axes of the matrix."""
+        """Whether a parameter has the logical axes of the matrix."""
         return x == ("embed", "mlp")
 
     assert jax.tree.leaves(found, is_leaf=is_matrix).count(("embed", "mlp")) == 1
@@ -332,7 +335,10 @@ def test_a_schedule_by_name_equals_optax_also_from_a_saved_recipe(name):
 
 
 def test_state_of_another_shape_than_its_parameter_is_on_every_device():
-    """The factors of optax's own Adafactor are such a state."""
+    """Optimizer state with a different shape than its parameter is replicated on all devices.
+
+    The factors of optax's own Adafactor are an example.
+    """
     axes, params = {"a": ("embed", "mlp")}, {"a": jnp.ones((128, 256))}
     state = optax_optimizer("adafactor").build(axes).init(params)
     found = state_axes(state, axes, params)
@@ -373,7 +379,7 @@ def test_a_number_is_a_constant_schedule(kind):
         (
             lambda: optax_optimizer("lbfgs"),
             "optax has no function 'lbfgs'",
-        ),  # it needs more than gradients
+        ),  # this optimizer needs more than gradients
         (lambda: optax_schedule("cosine_decay"), "did you mean 'cosine_decay_schedule'"),
         (lambda: optax_schedule("constant_schedule"), "missing a required argument: 'value'"),
     ],

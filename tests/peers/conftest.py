@@ -1,4 +1,4 @@
-"""Tests that need PyTorch and transformers, which `make test-peers` installs."""
+"""Configures the tests that need PyTorch and transformers, which `make test-peers` installs."""
 
 import importlib.util
 

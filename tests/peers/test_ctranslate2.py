@@ -1,4 +1,4 @@
-"""CTranslate2 decodes with what `export` writes. This is the snippet of docs/serving.md."""
+"""Tests that CTranslate2 can decode with the files of `export`, as in docs/serving.md."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""All kinds of folders that we read, and the tokenizer of T5Gemma. `make test-peers` runs these."""
+"""Tests all kinds of model folders, and tokenizers. `make test-peers` runs these tests."""
 
 import importlib
 import json
@@ -17,7 +17,10 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_every_kind_computes_what_transformers_computes(tmp_path, monkeypatch):
-    """The models are the rows of the table in docs/finetune.md."""
+    """Every kind of folder gives the same outputs as in transformers.
+
+    The kinds are the rows of the table in docs/finetune.md.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for row in importlib.import_module("pretrained").rows(tmp_path):
         assert row["in"] <= 1e-5 and row["out"] <= 1e-5 and "no" not in row.values(), row
@@ -25,9 +28,11 @@ def test_every_kind_computes_what_transformers_computes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("older", [False, True])
 def test_codet5s_tokenizer_gives_the_same_ids(tmp_path, monkeypatch, older):
-    """It is read from ``tokenizer.json``, or from ``vocab.json`` and ``merges.txt``.
+    """CodeT5's tokenizer gives the same ids as in transformers.
 
-    After it is exported, it still gives the same ids.
+    The tokenizer is read from ``tokenizer.json``, or from ``vocab.json`` and ``merges.txt``.
+
+    After an export, it still gives the same ids.
     """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     importlib.import_module("pretrained").write_byte_level(tmp_path)
@@ -46,14 +51,17 @@ def test_codet5s_tokenizer_gives_the_same_ids(tmp_path, monkeypatch, older):
     for text in ODD:
         ids = vocabulary.encode(text)
         assert written.decode(ids) == vocabulary.decode(ids)
-        if "<s>" not in text and "<mask>" not in text:  # they find these in a text
+        if "<s>" not in text and "<mask>" not in text:  # transformers finds these tokens in a text
             for theirs in (tokenizer, written):
                 assert theirs(text).input_ids == [*first, *ids, *last], text
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_gemmas_tokenizer_gives_the_same_ids(tmp_path, saved):
-    """It is read from its SentencePiece model, or from the ``tokenizer.json`` of transformers."""
+    """Gemma's tokenizer gives the same ids as in transformers.
+
+    The tokenizer is read from its SentencePiece model, or from ``tokenizer.json``.
+    """
     folder = make_folder(tmp_path / "a", CONFIGS["balanced"], {})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if saved:

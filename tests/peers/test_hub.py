@@ -1,4 +1,4 @@
-"""Models by name in the cache of the library `huggingface_hub`, without a network."""
+"""Tests that models in the cache of `huggingface_hub` are found by name, without a network."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Adapters compute the same in PEFT's T5 and in ours, read and written.
+"""Tests that adapters that we read or write have the same effect in PEFT's T5 and in ours.
 
 `make test-peers` runs these tests.
 """
@@ -23,7 +23,10 @@ peft = pytest.importorskip("peft")
 
 @pytest.fixture(params=["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
 def base(tmp_path, monkeypatch, request):
-    """The folder of a model with a tokenizer. Its relative path is the name that PEFT uses."""
+    """The folder of a base model with a tokenizer.
+
+    PEFT uses the relative path of the folder as the name of the base model.
+    """
     monkeypatch.chdir(tmp_path)
     make_model(TINY | FAMILIES[request.param]).save_pretrained("base")
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained("base")
@@ -56,7 +59,7 @@ def test_what_peft_saves_is_read(base, targets, options):
     for name, p in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(p, 0.0, 0.1)
-        elif "modules_to_save" in name:  # copies of a parameter have the same values
+        elif "modules_to_save" in name:  # copies of a parameter get the same values
             rng = np.random.default_rng(p.numel())
             p.data += torch.tensor(0.1 * rng.standard_normal(p.shape), dtype=p.dtype)
     adapted.save_pretrained("adapters")
@@ -66,7 +69,10 @@ def test_what_peft_saves_is_read(base, targets, options):
 
 
 def test_every_option_is_known():
-    """PEFT's defaults are read. If PEFT adds an option, this test fails."""
+    """We read PEFT's default options.
+
+    If PEFT adds an option that we do not know, this test fails.
+    """
     written = peft.LoraConfig().to_dict()
     assert sorted(written.keys() - OPTIONS.keys() - IGNORED) == []
     for name, allowed in OPTIONS.items():

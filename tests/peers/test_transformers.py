@@ -1,4 +1,4 @@
-"""Models of transformers and their conversions compute the same. `make test-peers` runs this."""
+"""Compares models of transformers with our conversions. `make test-peers` runs these tests."""
 
 import itertools
 import json
@@ -33,12 +33,12 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
 def check_logits(folder: pathlib.Path, model: TokenModel, variables: Variables) -> None:
-    """Compares logits, or the states of an encoder, with those of the model in a folder."""
+    """Compares a model's logits or states with those of the transformers model in a folder."""
     compare_logits(load_reference(folder, model), model, variables)
 
 
 def compare_logits(reference, model: TokenModel, variables: Variables) -> None:
-    """Compares logits, or the states of an encoder, with those of transformers.
+    """Compares a model's logits, or an encoder's states, with those of a transformers model.
 
     The inputs are two random examples.
     """
@@ -46,7 +46,7 @@ def compare_logits(reference, model: TokenModel, variables: Variables) -> None:
 
 
 def deviation(reference, model: TokenModel, variables: Variables) -> float:
-    """Returns the largest deviation, relative to the largest logit or state."""
+    """Returns the largest deviation, divided by the largest logit or state."""
     rng = np.random.default_rng(0)
     ids = model.ids
     inputs = rng.integers(3, model.vocab_size, (2, 12))
@@ -68,11 +68,11 @@ def load_reference(folder: pathlib.Path, model: TokenModel):
     family = json.loads((folder / "config.json").read_text()).get("model_type", "t5")
     kind = "EncoderModel" if isinstance(model, Encoder) else "ForConditionalGeneration"
     cls = getattr(transformers, f"{CLASSES[family]}{kind}")
-    # The default attention of version 4 of transformers has no cap.
+    # In version 4 of transformers, the default attention ignores the soft cap.
     options = {"attn_implementation": "eager"} if family == "t5gemma" else {}
     reference = cls.from_pretrained(str(folder), local_files_only=True, **options).float().eval()
     if family == "umt5" and not model.tied:
-        # Version 5 scales the outputs as if the embedding were the output projection.
+        # Version 5 would scale the outputs as if the embedding were tied to the output projection.
         reference.config.tie_word_embeddings = False
     return reference
 
@@ -86,7 +86,7 @@ def _reference_outputs(reference, inputs, targets, real) -> np.ndarray:
 
 
 def make_model(config, seed=0):
-    """Returns a model of transformers with random weights."""
+    """Returns a transformers model with random weights."""
     torch.manual_seed(seed)
     name = CLASSES[config["model_type"]]
     fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
@@ -117,7 +117,10 @@ def test_what_transformers_saves_is_read(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
 def test_outputs_are_projected_as_the_round_trip_says(tmp_path, family):
-    """For all configurations of the installed version; see tests/pretrained/test_round_trip.py."""
+    """Outputs are projected according to the rule in tests/pretrained/test_round_trip.py.
+
+    The test covers all configurations for the installed version of transformers.
+    """
     version = int(transformers.__version__.split(".")[0])
     compared = 0
     for i, (written_by, config, tensors) in enumerate(make_configs(family)):
@@ -125,7 +128,7 @@ def test_outputs_are_projected_as_the_round_trip_says(tmp_path, family):
         if written_by != version or expected is None:
             continue
         if family == "umt5" and version == 5 and OUTPUT in tensors:
-            continue  # its outputs are scaled, and no umT5 was trained so
+            continue  # its outputs are scaled, unlike in any trained umT5
         folder = make_folder(tmp_path / str(i), config, tensors)
         cls = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
         ids = torch.as_tensor([[5, 7, 9]])
@@ -152,7 +155,7 @@ def test_torch_files_are_read(tmp_path, family):
 
 
 class Executed:
-    """An object whose pickle creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -211,7 +214,10 @@ def test_an_encoder_alone_has_the_same_states(tmp_path):
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_text_encoders_have_the_same_states(tmp_path, family, masked):
-    """Padded positions are compared, too, in a whole folder and in one of a diffusers pipeline."""
+    """Text encoders have the same states as in transformers, including those of padding.
+
+    The encoder is in a folder of its own, or in the folder of a diffusers pipeline.
+    """
     config = TINY | FAMILIES[family]
     make_model(config).save_pretrained(tmp_path / "whole", max_shard_size="20KB")
     cls = getattr(transformers, f"{CLASSES[config['model_type']]}EncoderModel")
@@ -240,7 +246,7 @@ def test_text_encoders_have_the_same_states(tmp_path, family, masked):
 
 
 def next_log_p(reference, inputs):
-    """Returns a function for the log-probabilities of continuations, computed by transformers."""
+    """Returns a function that computes log-probabilities of continuations with transformers."""
 
     def log_p(prefixes):
         rows = torch.as_tensor([(0, *prefix) for prefix in prefixes])
@@ -256,10 +262,14 @@ def next_log_p(reference, inputs):
 
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "mT5", "umT5", "efficient"])
 def test_decoded_ids_are_the_same(tmp_path, family):
-    """Greedy decoding is compared with `generate`, and beam search with T5's rule on its logits."""
+    """Decoded ids are the same as with transformers.
+
+    Greedy decoding is compared with `generate`. Beam search is compared with T5X's rule, applied to
+    the logits of transformers.
+    """
     reference = make_model(TINY | FAMILIES[family] | {"vocab_size": 12})
     with torch.no_grad():
-        reference.lm_head.weight[1] *= 3.0  # sequences end
+        reference.lm_head.weight[1] *= 3.0  # makes sequences end
     reference.save_pretrained(tmp_path)
     model, variables = read(tmp_path)
     inputs = np.random.default_rng(1).integers(2, 12, (16, 9))
@@ -270,7 +280,7 @@ def test_decoded_ids_are_the_same(tmp_path, family):
                 torch.as_tensor(inputs),
                 attention_mask=torch.as_tensor(inputs != 0),
                 max_new_tokens=LENGTH,
-                use_cache=False,  # its cache fails if the stacks have different depths
+                use_cache=False,  # transformers' cache fails for stacks of different depths
                 do_sample=False,
                 repetition_penalty=penalty,
                 no_repeat_ngram_size=ngram,
@@ -342,7 +352,10 @@ def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, kind, fast)
 
 @pytest.mark.parametrize("family", [*FAMILIES, "unscaled"])
 def test_after_training_predictions_are_equal(tmp_path, family):
-    """The folder is written by this version of transformers, exported, and read by it."""
+    """After training, transformers makes the same predictions from the exported folder.
+
+    The original folder is written by the installed version of transformers.
+    """
     config = TINY | FAMILIES.get(family, UNTIED)
     reference = make_model(config)
     if family != "unscaled" and not config["tie_word_embeddings"]:
@@ -355,7 +368,7 @@ def test_after_training_predictions_are_equal(tmp_path, family):
     trained = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), variables)
     (tmp_path / "back").mkdir()
     write_folder(tmp_path / "back", model, trained, vocabulary)
-    # AutoTokenizer of version 5 has no class for umT5.
+    # In version 5 of transformers, AutoTokenizer has no class for umT5.
     automatic = transformers.AutoTokenizer if family != "umT5" else transformers.ByT5Tokenizer
     tokenizer = automatic.from_pretrained(tmp_path / "back")
     exported = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back").eval()

@@ -1,4 +1,4 @@
-"""Damaged data files: each gives one sentence with the place and a remedy."""
+"""Tests damaged data files. Each error is one sentence that names the file and a remedy."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ TASK = "damaged_rows"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A data directory with an imported and prepared task and its vocabulary."""
+    """A data directory with an imported and prepared task, and its vocabulary."""
     folder = tmp_path_factory.mktemp("whole")
     lines = [json.dumps({"text": f"is {i} even", "label": str(i % 2)}) for i in range(30)]
     (folder / "a.jsonl").write_text("\n".join(lines))
@@ -36,7 +36,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def read(folder: pathlib.Path, *, prepares: bool = False) -> PreparedTasks:
-    """Reads everything. The data set is only read if it is to be prepared."""
+    """Reads all prepared data in a folder.
+
+    The original data set is read only if it must be prepared.
+    """
     task_registry.add_imported(folder)
     prepared = PreparedTasks(folder, SentencePiece(str(folder / "v.model")).build())
     if prepares:
@@ -116,7 +119,7 @@ def test_damage_gives_one_sentence_with_path_and_remedy(whole, tmp_path, monkeyp
         path.unlink() if edit is None else path.write_bytes(edit(data))
         with pytest.raises(ValueError, match=remedy) as error:
             read(folder, prepares=STORED in name and "task.json" not in name)
-        # TFDS does not say which of its files it could not read.
+        # TFDS does not say which of its files it could not read, so the error names the folder.
         said = str(error.value)
         assert str(folder if remedy == IMPORT else path) in said
         assert "\n" not in said and "{{" not in said
@@ -124,7 +127,10 @@ def test_damage_gives_one_sentence_with_path_and_remedy(whole, tmp_path, monkeyp
 
 
 def test_files_of_another_version_are_not_prepared(whole, tmp_path):
-    """Files of an earlier version without digests of rows are read."""
+    """Files in a different format count as not prepared.
+
+    Prepared files of earlier versions, which lack digests of rows, can be read.
+    """
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "data"))
     (info,) = folder.glob(f"{PREPARED}/info.json")
     record = json.loads(info.read_text())
@@ -140,7 +146,7 @@ def test_an_error_of_a_task_may_be_damage_or_a_mistake(whole, monkeypatch):
     task_registry.add_imported(whole)
 
     def broken(rows):
-        """Fails, because the rows have no such feature."""
+        """Fails, because the rows do not have this feature."""
         return rows.map(lambda row: row["txt"])
 
     task = dataclasses.replace(task_registry.TASKS[TASK], preprocess=broken)

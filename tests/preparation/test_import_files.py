@@ -1,4 +1,7 @@
-"""Users' files become tasks: every format, the report, every error."""
+"""Tests that users' files become tasks.
+
+The tests cover every file format, the report, and every error.
+"""
 
 import bz2
 import csv
@@ -68,7 +71,7 @@ def write(folder, files):
 
 
 def rows(*sources, **options):
-    """Returns the rows of all splits that the arguments name."""
+    """Returns the rows of all splits in the given source files."""
     found = find_splits([str(s) for s in sources], **options)
     return {split: [row for _, row in part.rows()] for split, part in found.items()}
 
@@ -131,9 +134,9 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
 
 
 def test_a_line_ends_only_at_a_newline(tmp_path):
-    """Other separators are characters of the text.
+    """Only a newline ends a line. Other line separators are part of the text.
 
-    A CR before a newline does not belong to the line.
+    A carriage return before a newline does not belong to the line.
     """
     odd = "a\rb\u2028c\x85d\x0be\x1c"
     write(
@@ -155,7 +158,10 @@ def test_a_line_ends_only_at_a_newline(tmp_path):
 
 @pytest.mark.parametrize("header", ["text,label", "label,text", ' Text,"LABEL"'])
 def test_columns_are_refused_if_the_file_has_a_header(tmp_path, header):
-    """Otherwise, the header would become a row. Values that are not names of columns are a row."""
+    """The option `--columns` is refused if the file has a header, which would become a row.
+
+    If the first line does not contain names of columns, it is a row.
+    """
     _, _, lines = CSV.partition(b"\n")
     write(tmp_path, {"a.csv": header.encode() + b"\n" + lines, "b.csv": lines + b"label,text\n"})
     source = f"train={tmp_path}/a.csv"
@@ -482,7 +488,7 @@ def test_an_imported_task_is_reported_and_found_again(tmp_path, monkeypatch):
     said = "my_reviews:validation 4 rows, 1 with U+FFFD, which stands for lost text, 1 with a blank"
     assert said in validation
     assert [its_labels, labels] == ["targets: good 2, bad 2", "targets: good 3, bad 1"]
-    monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
+    monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in a new process
     assert task_registry.add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load("my_reviews", "validation", tmp_path / "data")
     assert examples.task.label_words == ("bad", "good")
@@ -524,7 +530,10 @@ def test_empty_targets_are_only_allowed_in_splits_for_prediction(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "aligned"])
 def test_a_target_of_invisible_characters_is_empty(tmp_path, kind):
-    """The blanks are of all kinds, in files of all kinds. Within a sentence, they do not matter."""
+    """A target that consists only of invisible characters is empty.
+
+    The test covers all kinds of blanks and files. Within a sentence, blanks are allowed.
+    """
     blank = "\u00a0 \u200b\ufeff\u2028\u3000\u00ad"
     row = {"text": "a film", "label": blank}
     files = {
@@ -550,7 +559,10 @@ def test_a_target_of_invisible_characters_is_empty(tmp_path, kind):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
-    """This holds for an import without any targets, and for the test split of a labeled task."""
+    """Rows with hidden targets are not used for training.
+
+    The test covers an import without any targets, and the test split of a labeled task.
+    """
     data = CSV + b"a film,\r\n"
     hidden = data.replace(b"1", b"").replace(b"0", b"")
     write(tmp_path, {"a.csv": data if split == "test" else hidden})
@@ -578,7 +590,10 @@ def test_rows_whose_target_is_hidden_are_not_trained_on(tmp_path, split):
 
 
 def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
-    """This is checked before anything is prepared or trained on. Other targets are only counted."""
+    """Labels that the vocabulary cannot distinguish are refused before preparation and training.
+
+    Other targets that lose characters are only counted.
+    """
     vocabulary = tmp_path / "v.model"
     train_sentencepiece(["a small fine film review: dull"] * 9, vocabulary, vocab_size=20)
     known = SentencePiece(str(vocabulary)).build()
@@ -606,9 +621,11 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
 
 
 def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsys):
-    """A run with the task ends with the code that prepares it.
+    """A task that a script defines is prepared from Python.
 
-    So does a run on newly imported data.
+    A run with a task that is not prepared ends with an error that contains the code to prepare it.
+
+    The same holds for a run on newly imported data.
     """
     write(tmp_path, {"a.jsonl": JSON_LINES})
     splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/a.jsonl"])

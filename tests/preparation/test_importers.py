@@ -1,4 +1,4 @@
-"""Benchmarks and corpora in the layouts of their publishers: rows, sizes and errors."""
+"""Tests imports of benchmarks and corpora in the layouts of their publishers."""
 
 import functools
 import gzip
@@ -32,8 +32,8 @@ from synthesizer_jax.tasks.definitions import DEFINITIONS
 def place(root: pathlib.Path, files: dict) -> pathlib.Path:
     """Writes files.
 
-    Texts and bytes are written as they are, and other values as JSON. A list of JSON values gets
-    one line for each value.
+    Strings and bytes are written unchanged, and other values as JSON. A list is written as one JSON
+    value per line.
     """
     for name, content in files.items():
         path = root / name
@@ -53,7 +53,7 @@ def stored(data_dir: pathlib.Path, name: str, split: str) -> list[dict]:
 
 
 def texts(rows: list[dict], *names: str) -> list[tuple]:
-    """Returns the values of some features for all rows, sorted, with bytes as texts."""
+    """Returns the sorted values of some features of all rows. Bytes are decoded to strings."""
     found = ([row[name] for name in names] for row in rows)
     return sorted(tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in found)
 
@@ -113,7 +113,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """Small versions of both archives, and the reports of their imports."""
+    """Small versions of the archives of GLUE and SuperGLUE, and the reports of their imports."""
     target = tmp_path_factory.mktemp("data")
     reports = {
         name: import_archive(name, place(tmp_path_factory.mktemp(name), files), target)
@@ -154,7 +154,7 @@ HUB = {
 def glue(config, stem):
     """Yields the rows of a file of GLUE.
 
-    They are texts by feature and column, and the labels in both layouts.
+    A row has texts by feature and column, and the labels in both layouts.
     """
     settings = tfds.builder_cls("glue").builder_configs[config]
     columns = dict(settings.text_features)
@@ -173,7 +173,7 @@ def glue(config, stem):
 
 
 def rows_of(benchmark, source):
-    """Returns the rows of all files, as TFDS stores them."""
+    """Returns the rows of all files in the form in which TFDS stores them."""
     found = {}
     for report in archive_reports(benchmark, source):
         if report.files:
@@ -199,7 +199,7 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
         config = dataset.partition("/")[2]
         for split, layout in splits.items():
             if config == "mnli_mismatched":
-                continue  # they are in the folders of mnli
+                continue  # their files are in the folders of mnli
             folder, stem = pathlib.Path(layout.patterns[0]).with_suffix("").parts
             rows, hub = zip(*glue(config, stem), strict=True)
             table = [list(rows[0]), *(map(str, row.values()) for row in rows)]
@@ -221,7 +221,7 @@ def test_glue_of_the_archive_in_either_case_and_of_parquet_files_is_the_same(tmp
 def test_super_glue_of_parquet_files_is_the_same(tmp_path):
     published = rows_of("super_glue", place(tmp_path / "from", FILES["super_glue"]))
     for (dataset, split), rows in published.items():
-        # The hub's data sets have no order, and they have more columns.
+        # On the hub, the data sets have a different order of rows and more columns.
         if "record" in dataset:
             rows = [row | {"entities": row["entities"][::-1], "entity_spans": []} for row in rows]
         path = tmp_path / "hub" / dataset.partition("/")[2] / split / "0000.parquet"
@@ -355,7 +355,10 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_tasks_data_set_is_made_of_files_that_a_user_names(tmp_path, name):
-    """Files are aligned, have columns, have more fields than are read, or have other labels."""
+    """A task's data set can be made from files that a user names.
+
+    The files are aligned, have columns, have more fields than are read, or have different labels.
+    """
     files, contents, options, expected = NAMED[name]
     at = f"{place(tmp_path / 'from', contents)}/"
     labels = options.pop("labels", {})

@@ -1,4 +1,4 @@
-"""Prepared data compared with what SeqIO reads, and what interruptions, changes and damage do."""
+"""Compares prepared data with SeqIO's, and tests interruptions, changes and damage."""
 
 import os
 import pathlib
@@ -39,7 +39,7 @@ SIDES = ("inputs", "targets")
 
 
 def questions(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Makes rows from lines ``NUMBER TEXT``, with features of all kinds."""
+    """Makes rows with features of all kinds from lines ``NUMBER TEXT``."""
 
     def question(line: tf.Tensor) -> dict[str, tf.Tensor]:
         words = tf.strings.split(line)
@@ -62,7 +62,7 @@ def texts(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def halve(dataset: tf.data.Dataset, sequence_length: dict[str, int]) -> tf.data.Dataset:
-    """Keeps half of the inputs for which a row has room."""
+    """Cuts the inputs to half of the length that a row has room for."""
     room = sequence_length["inputs"] // 2
     return dataset.map(lambda row: row | {"inputs": row["inputs"][:room]})
 
@@ -75,7 +75,7 @@ def noise(row: dict, seed: tf.Tensor) -> dict:
 
 
 def without_texts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Drops the texts, like preprocessors that tokenize themselves."""
+    """Drops the texts, like a preprocessor that does the tokenization itself."""
     return dataset.map(lambda row: {k: v for k, v in row.items() if "pretokenized" not in k})
 
 
@@ -99,7 +99,7 @@ FEATURES = {
 
 
 def register(folder: pathlib.Path) -> None:
-    """Adds tasks to SeqIO's registry: files of lines, and BoolQ with and without a sentinel."""
+    """Adds tasks to SeqIO's registry: text files, and BoolQ with and without a sentinel."""
     files = {split: str(folder / f"{split}-*.txt") for split in LINES}
     feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
     for name, (first, rest) in STEPS.items():
@@ -127,7 +127,7 @@ def register(folder: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """Files of lines, and BoolQ as a TFDS data set. Nothing is prepared."""
+    """A directory with text files, and with BoolQ as a TFDS data set. Nothing is prepared yet."""
     folder = tmp_path_factory.mktemp("data")
     for split, count in LINES.items():
         for part in range(3):
@@ -150,7 +150,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
 def own_dir(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
     """A copy of the data sets, in which tests may prepare data.
 
-    The files of lines are not copied.
+    The text files are not copied.
     """
     ignored = shutil.ignore_patterns("prepared")
     return pathlib.Path(shutil.copytree(data_dir, tmp_path / "data", ignore=ignored))
@@ -267,9 +267,11 @@ def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
 def test_a_killed_preparation_of_shards_continues_where_it_was(
     data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It continues file by file, while SeqIO interleaves the files of a shard.
+    """If the preparation of shards is killed, it continues where it was.
 
-    Older files are used.
+    Preparation proceeds file by file, while SeqIO interleaves the files of a shard.
+
+    Files from before the interruption are reused.
     """
     name = "prepared_trimmed"
     options = {"evaluation_splits": ()}

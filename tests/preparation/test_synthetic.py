@@ -1,4 +1,4 @@
-"""The generated mixture: the same everywhere, balanced, disjoint, in T5's formats, and complete."""
+"""Tests that the generated mixture is reproducible, balanced, complete, and in T5's formats."""
 
 import collections
 import hashlib
@@ -20,7 +20,7 @@ def rows():
 
 
 def test_other_rows_need_another_version(rows):
-    """`VERSION` identifies the rows that are written. A change of the rows must raise it."""
+    """`VERSION` identifies the generated rows. If the rows change, increase `VERSION`."""
     text = "".join(json.dumps(rows[c, "validation"], sort_keys=True) for c in sorted(DEFINITIONS))
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert (VERSION, found) == ("1.0.0", "0143ca47d95c4f38")
@@ -54,9 +54,10 @@ def test_what_is_written_is_what_tasks_read(synthetic_data, tmp_path, monkeypatc
         ]
         written = list(synthetic.examples(config, "validation"))
         assert shown == [as_text(task, row) for row in written] and len(shown) == 60
-        assert max(len(x) for x in examples.inputs) <= 32  # the quickstart cuts nothing
+        assert max(len(x) for x in examples.inputs) <= 32  # the quickstart truncates no inputs
         right = next(iter(examples.score(examples.target_words).values()))
-        # The held-out rows of WSC ask for the referent, whether it is the right one or not.
+        # The held-out rows of WSC ask for the referent, even if the candidate in the sentence is
+        # wrong. This is the case in half of the rows.
         assert right == pytest.approx(50 if config == "wsc" else 100, abs=1)
     data_dir = shutil.copytree(synthetic_data, tmp_path / "data")
     times = {p: p.stat().st_mtime_ns for p in data_dir.rglob("*") if p.is_file()}

@@ -1,4 +1,4 @@
-"""Lengths of the rows of a task, published sizes, and what splits have in common."""
+"""Tests the report about a task: lengths of rows, published sizes, and common rows of splits."""
 
 import dataclasses
 
@@ -15,7 +15,10 @@ BYTES = Bytes().build()
 
 
 def test_rows_are_read_whole_and_splits_compared(tmp_path, monkeypatch):
-    """There are two splits. One row is in both of them, and one row is twice in the same."""
+    """Rows are read without truncation, and splits are compared.
+
+    One row is in both splits, and one row occurs twice in the same split.
+    """
     monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
     (tmp_path / "a.csv").write_text("x,y\none,1\ntwo,2\none,1\nthree,3\n")
     (tmp_path / "b.csv").write_text("x,y\ntwo,9\nfour,4\n")

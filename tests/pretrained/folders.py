@@ -1,7 +1,7 @@
-"""Folders as transformers saves them, with random numbers, and what a T5 computes with them.
+"""Makes folders like those of transformers with random numbers, and computes a T5's outputs.
 
-The names of the tensors and the computation are written down from transformers' T5, independently
-of the package, in NumPy with float64.
+The names of tensors and the computation follow transformers' T5. The code uses NumPy with float64,
+and is independent of the package.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns random tensors with transformers' names."""
+    """Returns random tensors that have the names of transformers' tensors."""
     rng = np.random.default_rng(seed)
     tensors = {}
     d = config["d_model"]
@@ -94,7 +94,8 @@ def make_folder(
 ):
     """Writes ``config.json``, safetensors and ByT5's tokenizer, and returns the folder.
 
-    The names of a variant are those of transformers' ``save_pretrained(folder, variant=variant)``.
+    The files of a variant are named as by transformers' ``save_pretrained(folder,
+    variant=variant)``.
     """
     dotted = "" if variant is None else f".{variant}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,10 +124,10 @@ def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def logits(config: dict, tensors: dict, inputs: np.ndarray, targets, *, real=None) -> np.ndarray:
-    """Returns what ``T5ForConditionalGeneration`` computes for inputs ``[k]`` and targets ``[q]``.
+    """Returns the logits of ``T5ForConditionalGeneration`` for inputs ``[k]`` and targets ``[q]``.
 
-    Without targets, it returns the states of the encoder, in which all tokens see the first `real`
-    tokens. None means all tokens.
+    Without targets, the function returns the states of the encoder. In the encoder, all tokens see
+    the first `real` tokens, or all tokens if `real` is None.
     """
     w = {name: x.astype(np.float64) for name, x in tensors.items()}
     heads, width = config["num_heads"], config["d_kv"]
@@ -200,14 +201,14 @@ TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
 def deviation(
     model: Any, variables: Any, config: dict[str, Any], tensors: dict[str, np.ndarray]
 ) -> float:
-    """Returns the deviation of a model's logits, relative to the largest logit of the tensors."""
+    """Returns how much a model's logits deviate, divided by the largest expected logit."""
     found = jax.jit(model.apply)(variables, INPUTS, TARGETS)[0]
     expected = logits(config, tensors, INPUTS[0], TARGETS[0])
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
 def buckets(n: int, config: dict[str, Any], causal: bool) -> np.ndarray:
-    """Returns T5's bucket of every pair ``[q, k]`` (Raffel et al. 2020, section 2.1)."""
+    """Returns T5's buckets for all pairs ``[q, k]`` (Raffel et al. 2020, section 2.1)."""
     found = np.zeros((n, n), int)
     for q in range(n):
         for k in range(n):

@@ -1,4 +1,4 @@
-"""T5Gemma's configuration, tokenizer and block in NumPy, written from its public definition."""
+"""Makes T5Gemma's files, and implements its blocks in NumPy after their public definition."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ CONFIGS["unbalanced"]["tie_word_embeddings"] = False
 
 
 def write_tokenizer(folder: pathlib.Path, *, gemma: bool = True) -> None:
-    """Writes a small tokenizer with the ids of Gemma or of MADLAD.
+    """Writes a small tokenizer with the special ids of Gemma or of MADLAD.
 
-    MADLAD has the ids unknown 0, padding 1 and EOS 2.
+    MADLAD's special ids are 0 for unknown tokens, 1 for padding and 2 for EOS.
     """
     options: dict[str, Any] = {"normalization_rule_name": "identity", "byte_fallback": True}
     fields = {"tokenizer_class": "T5Tokenizer", "pad_token": "<s>", "extra_ids": 0}
@@ -129,7 +129,10 @@ def make_folder(folder: pathlib.Path, config: dict, tensors: dict[str, np.ndarra
 
 
 def logits(config: dict, tensors: dict, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Returns what ``T5GemmaForConditionalGeneration`` computes for ``[k]`` and ``[q]`` tokens."""
+    """Returns the logits of ``T5GemmaForConditionalGeneration`` for two sequences.
+
+    The inputs are ``[k]``, and the targets are ``[q]``.
+    """
     w = {name.removesuffix(".weight"): x.astype(np.float64) for name, x in tensors.items()}
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:

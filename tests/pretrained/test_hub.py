@@ -1,4 +1,7 @@
-"""Models of the Hugging Face hub by name. tests/peers tests them with the library itself."""
+"""Tests that models of the Hugging Face hub are found by name.
+
+tests/peers runs similar tests with the library `huggingface_hub`.
+"""
 
 import fnmatch
 import json
@@ -41,9 +44,9 @@ def snapshot_download(name, *, revision, allow_patterns):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder in which ``hub/NAME/REVISION`` are models of the hub.
+    """A folder that simulates the hub: ``hub/NAME/REVISION`` contains a model.
 
-    The working directory is empty.
+    The working directory of the test is empty.
     """
     place = tmp_path / "library"
     place.mkdir()
@@ -83,9 +86,11 @@ def test_adapters_name_their_base_and_its_revision(hub):
 
 
 def test_a_name_has_the_ids_of_the_folder(hub):
-    """So do adapters with this base.
+    """A model that is loaded by name has the same special ids as its folder.
 
-    ``generation_config.json`` has ids that ``config.json`` lacks.
+    Adapters of the model have the same special ids, too.
+
+    The file ``generation_config.json`` has ids that ``config.json`` lacks.
     """
     config = TINY | UNTIED
     tensors = make_tensors(TINY | UNTIED)
@@ -118,13 +123,16 @@ def test_every_file_that_is_read_is_downloaded(hub, monkeypatch):
         "tokenizer.json",
         "adapter_config.json",
     } <= found
-    # These are names of files of runs and of T5X.
+    # These files belong to runs and to T5X's checkpoints.
     of_others = {"experiment.json", "checkpoint", "manifest.ocdbt", "_METADATA"}
     assert {name for name in asked - found if not name.startswith("pytorch_model")} <= of_others
 
 
 def test_the_first_t5s_have_no_owner(hub):
-    """Adapters that were made then name their base in this way."""
+    """The names of the first T5 models have no owner.
+
+    Adapters that were made at that time use these names for their base models.
+    """
     tensors = make_tensors(TINY)
     folder = make_folder(hub / "hub" / "google-t5" / "t5-base" / "main", TINY, tensors)
     same(load("t5-base"), load(folder))
@@ -145,7 +153,11 @@ def test_an_existing_path_has_priority_over_a_name(hub):
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_a_folder_and_a_variant_of_a_repository(hub, variant):
-    """Of a pipeline, only one variant of the text encoder and its tokenizer are downloaded."""
+    """A model may be a subfolder or a variant in a repository.
+
+    From a diffusers pipeline, only the tokenizer and one variant of the text encoder are
+    downloaded.
+    """
     pipeline = hub / "hub" / "owner" / "pipeline" / "main"
     encoder = make_folder(pipeline / "text_encoder_2", TINY, make_tensors(TINY, seed=1), shards=2)
     make_folder(pipeline / "text_encoder_2", TINY, make_tensors(TINY), shards=2, variant="fp16")

@@ -1,4 +1,4 @@
-"""Folders of transformers are read completely or not at all."""
+"""Tests that folders of transformers are read completely or not at all."""
 
 import contextlib
 import json
@@ -72,7 +72,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        # The kind of the model is checked before its ids and sizes.
+        # The kind of model is checked before its ids and its sizes.
         (
             CONFIG,
             {"model_type": "llama", "d_model": None},
@@ -146,7 +146,7 @@ def test_a_configuration_that_does_not_fit_is_an_error(tmp_path, file, fields, m
 
 def test_an_explicit_vocabulary_and_a_whole_file_have_priority(tmp_path):
     folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
-    # transformers does not read this index, because the folder has a whole file.
+    # transformers ignores this index, because the folder contains a single file with all tensors.
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
@@ -243,7 +243,10 @@ def test_an_encoder_alone_is_not_converted(tmp_path):
 
 
 def test_constants_and_shared_layers_are_not_converted(tmp_path):
-    """A table that is not trained would be lost, and a Universal Transformer has no layers."""
+    """Models with fixed tables or shared layers are not exported.
+
+    A fixed table would be lost, and a Universal Transformer has no separate layers.
+    """
     recipe = experiment()
     fixed = alignment("fix", head_dim=4, max_length=8)
     model = student_model(recipe.model, (Replacement(fixed, place="decoder"),))

@@ -1,4 +1,7 @@
-"""Models with other ids of padding, end and start than T5. MADLAD has 1, 2 and 0."""
+"""Tests models whose ids for padding, end and start differ from T5's.
+
+MADLAD uses 1 for padding, 2 for the end and 0 for the start.
+"""
 
 import json
 import shutil
@@ -47,7 +50,10 @@ def test_padding_and_start_are_those_of_the_model(madlad):
 
 
 def test_text_also_ends_at_other_ids(madlad, tmp_path):
-    """An instruction-tuned T5Gemma has another id at the end of its turns."""
+    """Text may also end at an additional id.
+
+    An instruction-tuned T5Gemma uses such an id at the end of its turns.
+    """
     folder, _, (model, variables, vocabulary) = madlad
     tokens = decode(variables, INPUTS[None], model=model, max_length=6).tokens[0].tolist()
     turn = tokens[2]
@@ -83,7 +89,7 @@ def test_targets_are_scored_up_to_the_padding(madlad):
 
 def test_rows_of_a_batch_are_padded_with_the_models_id():
     def example(*ids):
-        """Returns an example with these inputs and targets made from them."""
+        """Returns an example with the given inputs, and with targets made from the inputs."""
         return DrawnExample(np.array(ids, np.int32), np.array([*ids[1:], 2], np.int32), 0, 0)
 
     config = DataConfig("films", 8, 8, batch_size=8, pack=True)

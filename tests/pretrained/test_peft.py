@@ -1,6 +1,6 @@
-"""Adapters in folders of PEFT, and the tensors that they change.
+"""Tests adapters in folders of PEFT, and the tensors that they change.
 
-tests/peers compares them with PEFT.
+The tests in tests/peers compare adapters with PEFT itself.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def base(tmp_path):
 
 
 def adapters(tensors):
-    """Returns PEFT's A and B for `MATRICES`."""
+    """Returns PEFT's low-rank factors A and B for `MATRICES`."""
     rng = np.random.default_rng(1)
     found = {}
     for name in MATRICES:
@@ -69,7 +69,10 @@ def write(folder, base, tensors, **config):
 
 
 def adapt(source, directory, lora, init_rules=()):
-    """Saves a run that adapts another run. All of its parameters have moved."""
+    """Saves a run that trains adapters of another run.
+
+    All trained parameters differ from their initial values.
+    """
     recipe = load_experiment(source).starting_from(str(source))
     training = replace(recipe.training, adapters=lora, optimizer=AdamW())
     recipe = find_base(replace(recipe, training=training, init_rules=init_rules))
@@ -80,9 +83,9 @@ def adapt(source, directory, lora, init_rules=()):
 
 
 def parameters(tensors, seed=2):
-    """Returns tensors that are trained whole, with PEFT's names and with the names of the base.
+    """Returns fully trained tensors, by the names of PEFT and by the names of the base model.
 
-    ``lm_head`` also has an update. PEFT then adds it to the tensor that it saves.
+    The tensor ``lm_head`` also has a low-rank update, which PEFT adds to the saved tensor.
     """
     names = {
         "encoder.final_layer_norm.weight": ["encoder.final_layer_norm.weight"],
@@ -101,7 +104,10 @@ def parameters(tensors, seed=2):
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
 def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
-    """They are also added to tensors that are trained whole, which replace those of the base."""
+    """Low-rank updates are added to the base model.
+
+    The updates are also added to fully trained tensors, which replace tensors of the base model.
+    """
     tensors = make_tensors(TINY | UNTIED)
     updates = adapters(tensors)
     saved, changed = parameters(tensors) if rslora else ({}, {})

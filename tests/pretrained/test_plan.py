@@ -1,4 +1,4 @@
-"""Large checkpoints are planned and divided over meshes with only their headers."""
+"""Tests that large checkpoints are planned and sharded from their headers alone."""
 
 import json
 import struct
@@ -25,7 +25,10 @@ XXL = Architecture(32128, 4096, 64, 64, 10240, 2, 2, ("gelu", "linear"), tied=Fa
 
 @pytest.fixture(scope="module")
 def xxl(tmp_path_factory):
-    """A folder with a file that has a correct header, but a hole in place of the tensors."""
+    """A folder with a file that has a correct header but no tensors.
+
+    The place of the tensors is a hole, which takes no space on the disk.
+    """
     folder = tmp_path_factory.mktemp("xxl")
     (folder / "config.json").write_text(json.dumps(write_config(XXL, "float32")))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
@@ -45,7 +48,7 @@ def xxl(tmp_path_factory):
 
 def test_large_parameters_are_laid_over_256_devices_unread(xxl, tmp_path, monkeypatch):
     def no_tensors(*_):
-        """Fails, because no tensor may be read."""
+        """Fails the test, because no tensor may be read."""
         pytest.fail("a tensor was read")
 
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.folder._are_equal", no_tensors)
@@ -62,9 +65,9 @@ def test_large_parameters_are_laid_over_256_devices_unread(xxl, tmp_path, monkey
         total = sum(x.size for x in jax.tree.leaves(pretrained.params))
 
         def kept(x, to):
-            """Returns the number of elements that a device has."""
+            """Returns the number of an array's elements on one device."""
             return int(np.prod(to.sharding.shard_shape(x.shape)))
 
         parts = jax.tree.map(kept, pretrained.params, layout)
     assert total > 1e9
-    assert sum(jax.tree.leaves(parts)) < 1.02 * total / 256  # only norms and biases are replicated
+    assert sum(jax.tree.leaves(parts)) < 1.02 * total / 256  # few parameters are replicated

@@ -1,8 +1,8 @@
-"""A folder of transformers can be read and exported without a change, and after training.
+"""Tests that folders of transformers can be read and exported, unchanged or after training.
 
-Two fields of ``config.json``, the version of transformers and a tensor decide what the outputs of
-the decoder are multiplied by. `projection` gives the rule, and tests/peers compares it with
-transformers.
+The output projection of a model depends on two fields of ``config.json``, on the version of
+transformers, and on whether a tensor exists. The function `projection` implements the rule, and
+tests/peers compares it with transformers.
 """
 
 import itertools
@@ -30,7 +30,10 @@ SMALL |= {"relative_attention_max_distance": 128}
 
 
 def make_configs(family):
-    """Yields configurations of a family with tensors: versions 4 and 5, 1.0 and 1.1, all flags."""
+    """Yields configurations of a family of models, each with its tensors.
+
+    The configurations cover versions 4 and 5 of transformers, T5 1.0 and T5 1.1, and all flags.
+    """
     flags = (None, True, False)
     ways = itertools.product(
         WRITTEN_BY, flags, flags if family == "t5" else (None,), ("", "copy", "own")
@@ -48,10 +51,11 @@ def make_configs(family):
 
 
 def projection(version, config, tensors):
-    """Returns what transformers multiplies the outputs by, ``[vocab, d_model]``.
+    """Returns the matrix ``[vocab, d_model]`` by which transformers multiplies the outputs.
 
-    None means none of the tensors. A umT5 with a projection of its own is read as it was trained,
-    although version 5 of transformers also scales it.
+    The result is None if transformers uses none of the tensors. A umT5 with a separate output
+    projection is read as it was trained, although version 5 of transformers also scales its
+    outputs.
     """
     embedding = tensors["shared.weight"]
     own = tensors.get(OUTPUT)
@@ -67,7 +71,7 @@ def projection(version, config, tensors):
 
 
 def applied(model, params):
-    """Returns what our model multiplies the outputs by."""
+    """Returns the matrix by which our model multiplies the outputs."""
     kernel, scale = apply_method(model.output_kernel, {"params": params})
     return np.asarray(kernel).T * scale
 
@@ -95,7 +99,7 @@ def test_an_exported_folder_equals_its_source(tmp_path, family):
         written = json.loads((folder / "config.json").read_text())
         back = load_file(folder / "model.safetensors")
         expected = applied(model, trained)
-        # Version 5 always scales the outputs of a umT5.
+        # Version 5 of transformers always scales the outputs of a umT5, so only test version 4.
         for version in WRITTEN_BY if family != "umt5" else (4,):
             np.testing.assert_allclose(projection(version, written, back), expected, rtol=1e-6)
         assert all(np.array_equal(back[n], -2 * x) for n, x in tensors.items() if n != OUTPUT)

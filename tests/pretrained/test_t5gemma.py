@@ -1,4 +1,4 @@
-"""T5Gemma is read, decoded and exported, and compared with NumPy code of its public definition."""
+"""Tests T5Gemma by comparing it with NumPy code that follows its public definition."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def case(request, tmp_path_factory):
 
 
 def deviation(model, variables, case):
-    """Returns the largest deviation in two rows, relative to the largest logit.
+    """Returns the largest deviation in two rows, divided by the largest logit.
 
     One of the rows is padded on the left.
     """

@@ -1,4 +1,4 @@
-"""T5X's msgpack files are read: generated files and a real one."""
+"""Tests that T5X's checkpoints are read, both generated ones and a real one."""
 
 import gzip
 import re
@@ -45,7 +45,7 @@ PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 
 
 def t5x_path(name):
-    """Returns T5X's path of a tensor of transformers."""
+    """Returns the path in T5X's parameters for a tensor of transformers."""
     for pattern, new in NAMES:
         if found := re.match(pattern, name):
             path = found.expand(new)
@@ -56,7 +56,7 @@ def t5x_path(name):
 
 
 def as_t5x(tensors):
-    """Returns T5X's tree of the parameters of a T5 of transformers, with transposed matrices."""
+    """Converts the tensors of a transformers T5 to T5X's tree, with transposed matrices."""
     tree = {}
     for name, x in tensors.items():
         *keys, last = t5x_path(name.removesuffix(".weight")).split("/")
@@ -86,7 +86,7 @@ def test_a_t5x_checkpoint_is_read_and_exported_unchanged(real_data, tmp_path):
     assert len(theirs) == len(ours) == 52
 
     def values(arrays):
-        """Returns the sorted contents of arrays."""
+        """Returns the contents of arrays, sorted."""
         return sorted(np.sort(np.ravel(x)).tobytes() for x in arrays)
 
     assert values(ours) == values(theirs)
@@ -97,7 +97,7 @@ def test_a_t5x_checkpoint_is_read_and_exported_unchanged(real_data, tmp_path):
 
 
 def made(family="T5 1.1, FLAN-T5"):
-    """Returns a configuration, the tensors of transformers, and T5X's tree of parameters."""
+    """Returns a configuration, tensors for transformers, and the same parameters as T5X's tree."""
     config = TINY | FAMILIES[family] | PUBLISHED
     tensors = make_tensors(config)
     return config, tensors, as_t5x(tensors)["optimizer"]["target"]
@@ -119,7 +119,7 @@ def test_a_generated_checkpoint_has_the_same_logits(tmp_path, family):
 
 
 def scan(stack, name, *, own_bias=None):
-    """Stacks the layers in the tree of a stack on axis 1, as T5X's scalable T5 does."""
+    """Stacks the parameters of all layers along axis 1, as T5X's scalable T5 does."""
     layers = [stack[f"layers_{i}"] for i in range(len([k for k in stack if "layers_" in k]))]
     stacked = jax.tree.map(lambda *x: np.stack(x, axis=1), *layers)
     rest = {k: v for k, v in stack.items() if not k.startswith("layers_")}
@@ -130,7 +130,7 @@ def scan(stack, name, *, own_bias=None):
 
 
 def split_heads(config, layers):
-    """Adds an axis of heads to attention kernels, whose layers are scanned on axis 1."""
+    """Adds an axis for heads to attention kernels, whose layers are stacked along axis 1."""
     heads, width, d = config["num_heads"], config["d_kv"], config["d_model"]
 
     def split(path, x):
@@ -186,7 +186,10 @@ def test_an_output_unknown_to_t5x_is_exported_as_a_known_one(tmp_path, output):
 
 
 def test_settings_that_the_file_cannot_express_are_not_exported(tmp_path):
-    """It would be read as a T5 with GELU or with another relative bias."""
+    """Models with settings that a T5X checkpoint cannot express are not exported.
+
+    Such a checkpoint would be read as a T5 with GELU, or with a different relative bias.
+    """
     cases = (
         (
             FAMILIES["UL2"] | PUBLISHED,
@@ -205,7 +208,10 @@ def test_settings_that_the_file_cannot_express_are_not_exported(tmp_path):
 
 
 def write_zarr(directory, name, x):
-    """Writes an array as TensorStore does. Version 2 of T5X stores bfloat16 as 16-bit integers."""
+    """Writes an array in TensorStore's zarr format.
+
+    Version 2 of T5X's checkpoints stores bfloat16 as 16-bit integers.
+    """
     place = {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"}
     spec = {"driver": "zarr", "kvstore": place}
     kind = np.uint16 if x.dtype == ml_dtypes.bfloat16 else x.dtype
@@ -233,7 +239,11 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=repr)
 def test_a_directory_of_orbax_is_read(tmp_path, options):
-    """Only its arrays matter. Its metadata do not, nor does a directory name like that of a run."""
+    """A checkpoint directory of Orbax is read.
+
+    Only its arrays matter, not its metadata. The name of the directory does not matter, either,
+    even if it looks like the name of a run.
+    """
     config, tensors, target = made()
     directory = tmp_path / "checkpoints" / "1000000"
     tree = {"target": target, "state": {"step": np.asarray(7)}}

@@ -1,4 +1,4 @@
-"""T5 as a text encoder: rows of fixed length, folders of diffusers, and only encoder tensors."""
+"""Tests T5 as a text encoder: fixed lengths, folders of diffusers, and encoder-only loading."""
 
 import json
 
@@ -22,9 +22,11 @@ TEXTS = ["a cat", "a longer prompt of a dog"]
 @pytest.mark.parametrize("family", ["T5 1.1, FLAN-T5", "umT5"])
 @pytest.mark.parametrize("attend_to_padding", [True, False])
 def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_to_padding):
-    """Padded positions are compared, too, with and without an attention mask.
+    """Padded texts have the same states as in transformers, with and without attention mask.
 
-    Long texts are cut.
+    The states of padding are compared, too.
+
+    Long texts are truncated.
     """
     config = TINY | FAMILIES[family]
     loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)))
@@ -49,7 +51,10 @@ def test_padded_texts_have_the_states_of_transformers(tmp_path, family, attend_t
 
 @pytest.mark.parametrize("kind", ["bool", "int64", "one token of padding"])
 def test_an_attention_mask_gives_the_states_of_transformers(tmp_path, kind):
-    """The mask is that of a tokenizer, or one in which T5 also sees the first token of padding."""
+    """With an attention mask, the states are the same as in transformers.
+
+    The mask comes from a tokenizer, or also includes the first padding token.
+    """
     config = TINY | UNTIED
     loaded = load(make_folder(tmp_path, config, tensors := make_tensors(config)), encoder_only=True)
     rng = np.random.default_rng(0)
@@ -69,9 +74,10 @@ def test_an_attention_mask_gives_the_states_of_transformers(tmp_path, kind):
 
 @pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
 def test_only_the_encoders_tensors_are_read(tmp_path, family, monkeypatch):
-    """The folder has both stacks.
+    """If only the encoder is loaded, only its tensors are read from a folder with both stacks.
 
-    Encoders are read over a mesh and in bfloat16, and files may be absent.
+    Encoders are also loaded on a mesh and in bfloat16. Files that contain no encoder tensors may be
+    missing.
     """
     config = TINY | FAMILIES[family]
     tensors = make_tensors(config)
@@ -155,9 +161,9 @@ def test_a_variant_is_another_set_of_files(tmp_path, shards):
 
 @pytest.mark.parametrize("encoder_only", [False, True])
 def test_single_files_are_named(tmp_path, encoder_only):
-    """Files of other programs have no configuration and no tokenizer.
+    """Single weight files, without configuration and tokenizer, are refused with a clear error.
 
-    A folder that has them is read.
+    A folder that contains all three is read.
     """
     tensors = {n: x for n, x in make_tensors(TINY).items() if not n.startswith("decoder")}
     folder = make_folder(tmp_path / "folder", TINY, tensors)
@@ -226,7 +232,10 @@ def test_impossible_texts_and_lengths_give_one_sentence(tmp_path):
     ],
 )
 def test_meshes_of_other_programs_give_the_same_states(tmp_path, axes, kinds):
-    """They may lack the axes that we shard over, and have other axes."""
+    """The states are the same on meshes that another program has made.
+
+    These meshes may lack the axes over which we shard, and have other axes.
+    """
     config = TINY | UNTIED | {"num_heads": 4}
     folder = make_folder(tmp_path, config, make_tensors(config))
     mesh = jax.make_mesh((2,) * len(axes), axes, kinds, devices=jax.devices()[: 2 ** len(axes)])
@@ -277,7 +286,10 @@ def test_a_pipelines_tokenizer_is_beside_its_text_encoder(tmp_path, number, kind
 
 
 def test_the_pages_snippets_run_in_order(tmp_path, monkeypatch):
-    """On a mesh of eight devices, Linen, `encode` and NNX give transformers' states in bfloat16."""
+    """The page's code gives the same states as transformers, in bfloat16 on eight devices.
+
+    It uses Linen, `encode` and NNX.
+    """
     config = TINY | UNTIED | {"d_model": 32, "architectures": ["T5EncoderModel"]}
     tensors = {n: x for n, x in make_tensors(config).items() if not n.startswith("decoder")}
     make_folder(tmp_path / "FLUX.1-dev" / "text_encoder_2", config, tensors, shards=2)

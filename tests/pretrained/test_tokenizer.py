@@ -1,4 +1,4 @@
-"""Tokenizers of folders become vocabularies or are refused with one sentence."""
+"""Tests that tokenizers in folders are read as vocabularies, or refused with one sentence."""
 
 import functools
 import json
@@ -31,7 +31,10 @@ def test_a_tokenizer_is_read_with_its_sentinels(tmp_path):
 
 
 def test_sentinels_among_the_pieces_are_found_as_such(tmp_path):
-    """Version 5 of transformers saves an exported tokenizer in this way."""
+    """Sentinels are recognized even if they are among the normal pieces.
+
+    Version 5 of transformers saves exported tokenizers in this way.
+    """
     model = GOOD["model"] | {"vocab": [*PIECES, ["▁<extra_id_0>", 0.0]]}
     good = {"model": model, "added_tokens": ADDED[:3]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(good))
@@ -70,9 +73,12 @@ CODET5 = SpecialIds(padding=0, end=2, start=0)
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with BPE of bytes in two files, one sentinel, and pieces that no word has."""
+    """A folder with a byte-level BPE tokenizer in two files.
+
+    The tokenizer has one sentinel, and pieces that do not occur in any word.
+    """
     folder = tmp_path_factory.mktemp("codet5")
-    # This is from encoder.py of Radford et al.
+    # These ranges are from encoder.py of Radford et al.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
     pieces = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", *sorted(characters)]
@@ -85,13 +91,13 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 BYTE_LEVEL_TEXTS = {
     "the other": ["the", "Ġ", "o", "the", "r"],
-    "on't": ["on", "'t"],  # two words, although "on'" is a piece
+    "on't": ["on", "'t"],  # two words, although "on'" is also a piece
     "x 1²1": ["x", "Ġ1", "Â", "²", "1"],  # numbers
     "é1": ["Ã©", "1"],  # a letter and a number
-    "a   the": ["a", "ĠĠ", "Ġthe"],  # the last of several spaces belongs to the word
+    "a   the": ["a", "ĠĠ", "Ġthe"],  # the last space belongs to the word
     "a \n\n": ["a", "Ġ", "ĊĊ"],
     "<s>": ["<", "s", ">"],
-    # Spaces before a sentinel are dropped.
+    # Spaces before a sentinel are removed.
     "on \t<extra_id_0>\n1": ["on", "▁<extra_id_0>", "Ċ", "1"],
     "": [],
 }
@@ -134,9 +140,11 @@ SEP = [{"id": 108, "content": "<extra_id_0>"}, {"id": 384, "content": "<sep>"}]
 
 @pytest.mark.parametrize("kind", ["spiece.model", "tokenizer.model", "bytes", "tokenizer.json"])
 def test_tokens_that_were_added_are_refused(tmp_path, kind):
-    """Versions 4 and 5 of transformers name them in several files.
+    """Tokenizers with added tokens are refused.
 
-    A SentencePiece file hides none.
+    Versions 4 and 5 of transformers list added tokens in different files.
+
+    Added tokens are found even if the folder also contains a SentencePiece file.
     """
     config = {"tokenizer_class": "ByT5Tokenizer"} if kind == "bytes" else {}
     if kind == "tokenizer.json":

@@ -1,4 +1,4 @@
-"""Which processes may write to a run."""
+"""Tests which processes may write to a run directory."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Logs of runs, on disks and on storage that cannot append to a file."""
+"""Tests logs of runs, on disks and on storage that cannot append to files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Metrics are sent to services, with the same values as in the log of the run."""
+"""Tests that metrics are sent to services with the same values as in the log of the run."""
 
 import importlib.machinery
 import importlib.metadata
@@ -20,7 +20,7 @@ from tests.training.tiny import CopyStream, experiment, logged, run
 
 @pytest.fixture
 def install(monkeypatch):
-    """Returns a function that makes an importable module of mocks."""
+    """Returns a function that makes mock modules importable."""
 
     def make(name):
         module = types.ModuleType(name)
@@ -43,9 +43,9 @@ def test_a_run_is_also_logged_by_services_and_continues_there(tmp_path, install)
     recipe = experiment(steps=4, save_every=2, writers=names)
     with pytest.raises(NonFiniteLossError):
         run(directory, recipe, CopyStream(bad_batch=3))
-    run(directory, recipe)  # it continues from step 2, and step 3 was already sent
+    run(directory, recipe)  # continues from step 2, after step 3 was sent
     own = logged(directory)
-    shutil.rmtree(directory)  # a new run in the same place is another run
+    shutil.rmtree(directory)  # then a new run starts in the same directory
     run(directory, experiment(steps=1, writers=names))
     for name, module in modules.items():
         logs = module.log_metrics if name == "mlflow" else module.log
@@ -74,7 +74,10 @@ def test_a_run_is_also_logged_by_services_and_continues_there(tmp_path, install)
 
 
 def test_mlflow_gets_names_that_it_takes_and_refusals_are_noticed(tmp_path, install):
-    """MLflow refuses a whole batch because of one name, and says so only when it is asked."""
+    """Names are changed so that MLflow accepts them, and refusals are noticed.
+
+    MLflow refuses a whole batch of metrics because of one name, and reports this only when asked.
+    """
     module = install("mlflow")
     add_event(tmp_path, "start", step=0)
     writer = writers.open_mlflow(tmp_path, {})
@@ -91,7 +94,7 @@ def test_mlflow_gets_names_that_it_takes_and_refusals_are_noticed(tmp_path, inst
 
 
 class Noted(list):
-    """A writer of another package."""
+    """A metric writer that another package provides."""
 
     def __init__(self, directory: pathlib.Path, config: object):
         NOTED.append(self)
@@ -110,7 +113,7 @@ NOTED: list[Noted] = []
 
 
 class Away(Noted):
-    """A writer of a service that cannot be reached."""
+    """A metric writer for a service that cannot be reached."""
 
     def flush(self):
         raise ConnectionError("no answer")
@@ -118,7 +121,11 @@ class Away(Noted):
 
 @pytest.mark.parametrize("visible", [True, False])
 def test_a_service_that_fails_costs_no_training(visible, tmp_path, monkeypatch, capsys):
-    """All checkpoints are saved, other writers continue, and a failed run is marked as failed."""
+    """Training continues if a service fails.
+
+    All checkpoints are saved, and other writers continue. If the run itself fails, the services are
+    told so.
+    """
     groups = {name: f"{__name__}:{kind}" for name, kind in (("away", "Away"), ("mine", "Noted"))}
     entries = [
         importlib.metadata.EntryPoint(n, value, writers.GROUP) for n, value in groups.items()

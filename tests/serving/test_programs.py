@@ -1,4 +1,4 @@
-"""Exported programs compared with the functions that they are exported from."""
+"""Compares exported programs with the functions from which they were exported."""
 
 import json
 import runpy
@@ -62,7 +62,10 @@ def encoder(kind="d", vocab_size=VOCAB):
 
 
 def convolutions():
-    """Returns an encoder whose weights depend on the tokens, and so on the batch size, a symbol."""
+    """Returns an encoder with convolutions whose weights depend on the tokens.
+
+    The shape of the weights contains the batch size, which is symbolic during the export.
+    """
     stack = t5(SIZE, encoder=DynamicConvolution(width=3), relative_bias=False).encoder
     return sj.Encoder(vocab_size=VOCAB, d_model=8, encoder=stack)
 
@@ -85,7 +88,7 @@ def exported(directory, model, vocabulary=None, limits=LIMITS):
 
 
 def random_tokens(batch, length):
-    """Returns random tokens. Every second row is padded, on alternating sides."""
+    """Returns random tokens. Every second row is padded, alternately in front and at the end."""
     tokens = np.random.default_rng(batch * length).integers(2, 300, (batch, length))
     tokens[1::4, : length // 3] = 0
     tokens[3::4, -(length // 3) :] = 0
@@ -97,7 +100,7 @@ def close(found, expected):
 
 
 def agrees(loaded, model, variables, shapes=SHAPES[:1], beams=1):
-    """Compares all programs with the library for some shapes."""
+    """Compares all exported programs with the library's functions, for some shapes."""
 
     def run(name, *arguments):
         """Runs an exported program."""
@@ -129,7 +132,7 @@ def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesi
     assert list(loaded.programs) == ["encode", "generate", "score"]
     assert loaded.info["lengths"] == "symbolic" and loaded.info["platforms"] == list(PLATFORMS)
     agrees(loaded, model, variables, SHAPES)
-    with pytest.raises(ValueError, match="shapes"):  # it is above the limit
+    with pytest.raises(ValueError, match="shapes"):  # the length is above the limit
         loaded.programs["encode"](loaded.parameters, random_tokens(2, 13))
 
 
@@ -143,7 +146,10 @@ def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesi
     ids=["encoder", "dynamic convolutions", "language model"],
 )
 def test_a_model_has_the_programs_of_its_kind(tmp_path, model, programs, beams):
-    """This includes constants, scanned layers and beams."""
+    """Every kind of model exports its own set of programs.
+
+    The models include constants, scanned layers and beams.
+    """
     limits = Limits(LIMITS.inputs_length, LIMITS.targets_length, beams)
     variables, directory = exported(tmp_path / "model", model, limits=limits)
     loaded = Model(directory)
@@ -242,7 +248,10 @@ def test_texts_are_those_of_the_vocabulary(tmp_path):
 
 
 def test_a_model_of_texts_alone_continues_them(tmp_path):
-    """The texts are those of `generate`. The program `score` gives the scores of these texts."""
+    """An exported language model without inputs continues texts.
+
+    The texts equal those of `generate`. The program `score` returns the scores of these texts.
+    """
     model = replace(zoo_model("rv", Size(16, 1, 32, 2, 8), max_length=24), vocab_size=VOCAB)
     recipe = tiny.experiment(model, data={"inputs_length": 0, "targets_length": 24})
     tiny.save(tmp_path / "run", recipe)
@@ -267,7 +276,7 @@ def test_a_model_of_texts_alone_continues_them(tmp_path):
 
 
 class ReadsLengths(sj.Alignment):
-    """An alignment that needs to know the lengths when it is traced."""
+    """An alignment that must know the sequence lengths when it is traced."""
 
     @nn.compact
     def __call__(self, queries, keys, context):

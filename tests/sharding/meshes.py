@@ -1,7 +1,8 @@
-"""Attention with gradients, lowered for TPUs and GPUs over meshes that do not divide its sizes.
+"""Lowers attention and its gradients for TPU and GPU meshes that do not divide its sizes.
 
-`EVERY` has all combinations, which `make test-tpu` and `make test-gpu` lower. `PAIRWISE` is a
-selection for the test suite, in which any two values of different settings occur together.
+`EVERY` contains all combinations of settings, which `make test-tpu` and `make test-gpu` lower.
+`PAIRWISE` is a selection for the normal test suite. In this selection, every pair of values of two
+settings occurs in at least one combination.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Case(NamedTuple):
     Attributes:
       layer: one of `LAYERS`.
       kind: the type of the mesh axes.
-      is_set: whether `jax.set_mesh` sets the mesh, which the shardings of the arguments have in any
-        case.
+      is_set: whether `jax.set_mesh` sets the mesh. The shardings of the arguments contain the mesh
+        in any case.
       rules: logical axis rules, one of `RULES`.
       extra: whether the mesh has a third axis, which no rule names.
-      batch: the number of examples; two devices divide 4, but not 3.
+      batch: the number of examples. Two devices can shard 4 examples evenly, but not 3.
       heads: the number of heads, likewise.
     """
 
@@ -72,7 +73,7 @@ class Case(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether a layer cannot know that there is a mesh."""
+        """Whether the layer has no way to know the mesh."""
         return self.kind == AxisType.Auto and not self.is_set
 
     def lower(self, platform: str) -> str:
@@ -93,7 +94,7 @@ class Case(NamedTuple):
             )
 
         def loss(variables, x):
-            # The lengths differ, so that the static route has a kernel on GPUs, too.
+            # Use different lengths, because only then the static route has a kernel on GPUs.
             mask = sj.Mask(key_lengths=jnp.arange(self.batch) + 2)
             return jnp.sum(layer.apply(variables, x, mask=mask) ** 2)
 
@@ -107,7 +108,7 @@ class Case(NamedTuple):
 
 
 def check_lowers(case: Case, platform: str) -> None:
-    """Checks that a case runs the kernels of the platform, or is refused with a sentence."""
+    """Checks that a case runs the kernels of the platform, or raises a helpful error."""
     if case.is_unknown and platform == "tpu":
         with pytest.raises(
             ValueError, match=r"no mesh is set.*Call the function under jax.set_mesh\(mesh\)"
@@ -132,7 +133,7 @@ EVERY = [Case(*values) for values in itertools.product(*SETTINGS.values())]
 
 
 def _select_pairwise() -> list[Case]:
-    """Returns cases, each of which has the most pairs of values that no earlier case has."""
+    """Selects cases greedily: each case covers the most pairs of values that are still missing."""
 
     def pairs(case: Case) -> set[tuple]:
         return set(itertools.combinations(enumerate(case), 2))

@@ -1,4 +1,4 @@
-"""Layers on a mesh with explicit, automatic and manual axes."""
+"""Tests layers on meshes with explicit, automatic and manual axes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def moved_shapes(hlo: str) -> list[tuple[int, ...]]:
 
 
 class Layer(nn.Module):
-    """A user's layer: attention of this package between Flax's modules."""
+    """A user's layer, which combines this package's attention with Flax's modules."""
 
     alignment: sj.Alignment
     route: str
@@ -100,14 +100,14 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         def kernel(*axes):
-            """Returns an initializer of a kernel with logical axes."""
+            """Returns an initializer for a kernel with logical axes."""
             return nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
 
         y = sj.Attention(H, E, self.alignment, implementation=self.route)(
             nn.LayerNorm(use_bias=False, use_scale=False)(x), mask=sj.Mask(causal=True)
         )
         x = nn.with_logical_constraint(x + y, ("batch", None, None))
-        # With explicit axes, users of Flax's dense layers must specify the reductions over devices.
+        # With explicit mesh axes, the output sharding of Flax's dense layers must be specified.
         dense = functools.partial(nn.Dense, use_bias=False, dot_general=dense_product)
         h = dense(4 * D, kernel_init=kernel("embed", "mlp"))(x)
         return x + dense(D, kernel_init=kernel("mlp", "embed"))(nn.relu(h))
@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     alignment: sj.Alignment
-    routes: list[str]  # a list, which has no hash
+    routes: list[str]  # lists are not hashable
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ ALIGNMENTS = {
 
 
 def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowered:
-    """Returns a lowered training step of a user's model, with FSDP and tensor parallelism."""
+    """Lowers a training step of a user's model with FSDP and tensor parallelism."""
     x = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
     model = Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
@@ -155,16 +155,19 @@ def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowe
 
 @pytest.mark.parametrize("name", ALIGNMENTS)
 def test_a_users_model_gathers_kernels_only(name: str) -> None:
-    """With FSDP and tensor parallelism, no table, activation or array of logits is gathered."""
+    """In a user's model with FSDP and tensor parallelism, only kernels are gathered.
+
+    No table, activation or array of logits is gathered.
+    """
     kind = AUTO if name in ("rv", "gaussian") else EXPLICIT
     hlo = lower_step(name, mesh_of(kind)).compile().as_text()
     check_hlo(hlo, num_batch_shards=4)
 
 
 def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
-    """Checks that only kernels are gathered, and that arrays are divided.
+    """Checks that only kernels are gathered, and that all other arrays are sharded.
 
-    No array may have all examples, or an entry for every logit.
+    No array may contain all examples or all logits.
     """
     shapes = moved_shapes(hlo)
     assert shapes  # the kernels, which are sharded over ``shard``
@@ -177,7 +180,7 @@ def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
 
 
 def test_models_under_explicit_axes() -> None:
-    """A training step of a T5 has the same result."""
+    """A training step of a T5 gives the same result with explicit mesh axes."""
     model = t5(
         Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
     )

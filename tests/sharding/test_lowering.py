@@ -1,4 +1,4 @@
-"""Attention is lowered for TPUs and GPUs over any mesh; see `tests.sharding.meshes`."""
+"""Tests lowering of attention for TPUs and GPUs on any mesh; see `tests.sharding.meshes`."""
 
 import re
 
@@ -45,7 +45,10 @@ def test_repeated_work_is_warned_of_once(case: Case, message: str | None, caplog
 
 
 def test_a_function_on_every_device_sees_whole_arrays_along_automatic_axes() -> None:
-    """This also holds inside a `jax.shard_map` over one of the axes, which divides the arrays."""
+    """A function on every device sees whole arrays along automatic mesh axes.
+
+    The arrays are also whole inside a `jax.shard_map` over another axis.
+    """
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )

@@ -1,4 +1,4 @@
-"""Meshes, rules from logical axes to mesh axes, and the rows that each process loads."""
+"""Tests meshes, rules for logical axes, and the rows that each process loads."""
 
 from typing import NamedTuple
 
@@ -114,9 +114,9 @@ class Spread:
             *(16, 8, [(0, 0, 4), (0, 4, 8), (1, 8, 12), (1, 12, 16)]),
             *([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ),
-        # Devices that share rows load both of them and save them once.
+        # If two processes have the same rows, both load them, but only one saves them.
         (16, 4, [(0, 0, 16), (1, 0, 16)], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3], []]),
-        # There are more processes than shards, and the devices are in any order.
+        # There are more processes than shards, and the order of devices is arbitrary.
         (
             8,
             2,

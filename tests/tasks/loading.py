@@ -1,4 +1,4 @@
-"""Prepares and reads evaluation sets in one call."""
+"""Helps tests to prepare and read an evaluation set in one call."""
 
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
@@ -16,7 +16,7 @@ def quiet(_: str) -> None:
 def load(
     name, split, data_dir, *, lengths=LENGTHS, vocabulary=BYTES, max_examples=None
 ) -> EvaluationSet:
-    """Returns the examples of a task and split, which are prepared first."""
+    """Prepares a split of a task, and returns its evaluation examples."""
     prepared = PreparedTasks(data_dir, vocabulary)
     options = {"training_splits": (), "evaluation_splits": (split,), "lengths": lengths}
     prepare(name, prepared, log=quiet, **options)

@@ -1,4 +1,4 @@
-"""From imported files to mixtures, streams and evaluation sets with scores."""
+"""Tests the path from imported files to mixtures, streams and evaluation sets with scores."""
 
 import json
 

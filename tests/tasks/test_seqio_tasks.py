@@ -1,4 +1,4 @@
-"""Tasks and mixtures that a user's package has added to SeqIO's registries."""
+"""Tests tasks and mixtures that a user's package has added to SeqIO's registries."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def numbers(split, shuffle_files, seed=None):
 
 
 def double(dataset):
-    """Asks for twice a number."""
+    """Makes rows whose target is twice the number in the input."""
     return dataset.map(
         lambda n: {
             "inputs": tf.strings.join(["twice ", tf.strings.as_string(n)]),
@@ -82,7 +82,7 @@ class MeanLength(seqio.metrics.Metric):
 
 @pytest.fixture(scope="module")
 def registered():
-    """Two tasks, a task without data, and a mixture of a mixture, with a vocabulary of SeqIO."""
+    """Two tasks, a task without data, and a nested mixture, which use a SeqIO vocabulary."""
     feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
     steps = [double, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     steps.append(seqio.preprocessors.append_eos_after_trim)
@@ -118,7 +118,7 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     vocabulary = Bytes().build()
     names = task_registry.member_names("outside_all")
     assert names == ["outside_double", "outside_missing", "outside_plain"]
-    # The part has the rate 4, of which the task without data gets nothing.
+    # The inner mixture has the rate 4. The task without data gets no share of it.
     rates = {"outside_double": 12.0, "outside_plain": 4.0}
     assert task_registry.mixture_rates("outside_all", tmp_path) == rates
     for name in rates:
@@ -139,7 +139,7 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, m
     request = SplitRequest("outside_double", "train", rows=False)
     assert is_current(request, prepared, lengths=None)
     source = seqio.TaskRegistry.get("outside_double").source
-    # The number that the function declares changes.
+    # Change the number of examples that the source declares.
     monkeypatch.setattr(source, "num_input_examples", lambda split: 13)
     assert not is_current(request, prepared, lengths=None)
 
@@ -163,7 +163,7 @@ def test_missing_tasks_and_data_give_one_sentence(tmp_path):
     )
     with pytest.raises(ValueError, match=negative):
         prepare("outside_negative", data, log=quiet)
-    # An earlier version would have saved this.
+    # Save rates that only an earlier version would have saved.
     data.save_rates("outside_negative", {"outside_plain": -1.0})
     with pytest.raises(ValueError, match=negative):
         data.rates("outside_negative")
@@ -241,7 +241,11 @@ def test_errors_of_users_functions_name_task_and_function(tmp_path, functions, m
 
 
 def test_tokens_for_metrics_are_padded_with_what_is_no_text():
-    """SeqIO's padding is 0. If this is the id of unknown text, EOS ends what metrics decode."""
+    """Tokens for metrics are padded with an id that stands for no text.
+
+    SeqIO pads with 0. If 0 is the id of unknown text, EOS marks the end of the text that metrics
+    decode.
+    """
 
     class UnknownFirst(Bytes):
         def is_text(self, id):

@@ -1,4 +1,7 @@
-"""TFDS data sets on disk: the newest version is read, and only classes of TFDS may be named."""
+"""Tests TFDS data sets on disk.
+
+The newest version is read. The metadata may name only classes of TFDS.
+"""
 
 import json
 

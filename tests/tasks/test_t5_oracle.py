@@ -1,7 +1,8 @@
-"""Tasks, metrics and mixtures compared with T5's own code (t5 0.9.4), if it is installed.
+"""Compares tasks, metrics and mixtures with T5's own code (t5 0.9.4), if it is installed.
 
-T5's preprocessors and ours get the same rows: generated rows in the schema of TFDS, and real ones
-if the machine has the files. Known differences are explained where they are tested.
+T5's preprocessors and ours get the same rows. The rows are generated in the schema of TFDS. If the
+machine has the original files, real rows are compared, too. Known differences are explained where
+they are tested.
 """
 
 import importlib
@@ -128,7 +129,7 @@ SPECIAL = {
 
 
 def made(dataset: str, data_dir: pathlib.Path) -> tf.data.Dataset:
-    """Returns generated rows in the schema of a TFDS data set, without its data."""
+    """Generates rows in the schema of a TFDS data set, whose data is not needed."""
     features = tfds.builder(dataset, data_dir=data_dir).info.features
     rows = SPECIAL.get(dataset) or [
         {name: _value(feature, i + j) for j, (name, feature) in enumerate(features.items())}
@@ -179,7 +180,10 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def t5(vocabulary):
-    """T5's tasks and mixtures by name, and its modules. SeqIO's registries do not change."""
+    """T5's tasks and mixtures by name, and T5's modules.
+
+    SeqIO's registries are restored afterwards.
+    """
     reason = "t5 is not installed; `make install` installs it"
     pytest.importorskip("t5", reason=reason, exc_type=ImportError)
     utils = importlib.import_module("t5.data.utils")
@@ -189,7 +193,7 @@ def t5(vocabulary):
     try:
         for registry in registries:
             registry.reset()
-        for name in ("t5.data.tasks", "t5.data.mixtures"):  # an earlier import has other registries
+        for name in ("t5.data.tasks", "t5.data.mixtures"):  # other registries were used before
             sys.modules.pop(name, None)
         importlib.import_module("t5.data.mixtures")
         found = [dict(registry._REGISTRY) for registry in registries]
@@ -201,7 +205,7 @@ def t5(vocabulary):
 
 
 def rows_of_t5(task, dataset, vocabulary, *, whole):
-    """Returns the rows that T5 makes from raw rows, as texts or with tokens."""
+    """Returns the rows that T5's code makes from raw rows, as strings or tokenized."""
     steps = task.preprocessors
     if not whole:
         for step in itertools.takewhile(lambda s: s is not seqio.preprocessors.tokenize, steps):
@@ -217,7 +221,7 @@ def rows_of_t5(task, dataset, vocabulary, *, whole):
 
 
 def our_rows(task, dataset, vocabulary):
-    """Returns the rows that `preparation` makes from raw rows, truncated as in training."""
+    """Returns the rows that our preparation makes from raw rows, truncated as in training."""
     if takes_batches(task.preprocess):
         batches = task.preprocess(dataset.batch(5))
     else:
@@ -231,15 +235,15 @@ def our_rows(task, dataset, vocabulary):
 
 
 def plain(value):
-    """Returns a postprocessed value without its group, which has another form in T5."""
+    """Returns a postprocessed value without its group, which T5 represents differently."""
     if isinstance(value, dict) and "context" not in value:
         return plain(value.get("value", value.get("answers")))
     return value.item() if isinstance(value, np.generic) else value
 
 
 def check(t5, name, dataset, vocabulary):
-    """Compares rows, and the postprocessed answers and targets."""
-    # T5 would read a hidden label as true. Training rows have none.
+    """Compares our rows, postprocessed answers and postprocessed targets with T5's."""
+    # T5 would treat a hidden label as true. Training rows have no hidden labels.
     if name.endswith("_train"):
         dataset = dataset.filter(lambda row: row["label"] >= 0)
     task = task_registry.find_task(name)
@@ -266,7 +270,10 @@ def check(t5, name, dataset, vocabulary):
 
 
 def check_metrics(t5_task, task, theirs, ours):
-    """Compares the metrics for answers, of which a third is right, and some are no labels."""
+    """Compares our metrics with T5's metrics.
+
+    A third of the answers is right, and some answers are not labels.
+    """
     labeled = [i for i, row in enumerate(ours) if is_labeled(row)]
     words = [to_text(ours[i]["targets_pretokenized"]) for i in labeled]
     shifted = words[1:] + words[:1]
@@ -309,7 +316,10 @@ def test_made_rows_become_what_t5_makes_of_them(t5, dataset, vocabulary, tmp_pat
 
 
 def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_path):
-    """These are all rows of WSC, WNLI and MRPC, and some rows of MultiRC."""
+    """Real rows are converted in the same way as by T5.
+
+    The test uses all rows of WSC, WNLI and MRPC, and some rows of MultiRC.
+    """
     for folder in ("glue/WNLI", "glue/MRPC", "super_glue/WSC", "super_glue/MultiRC"):
         shutil.copytree(real_data / folder, tmp_path / folder)
     for benchmark, splits in (("glue", 6), ("super_glue", 6)):
@@ -352,7 +362,7 @@ def test_other_metrics_are_t5s(t5):
     assert metrics.bleu(TARGETS, PREDICTIONS) == pytest.approx(expected)
     expected = t5.metrics.bleu(TARGETS, PREDICTIONS, tokenizer="13a")["bleu"]
     assert metrics.bleu_13a(TARGETS, PREDICTIONS) == {"bleu_13a": pytest.approx(expected)}
-    task = "glue_stsb_v002"  # T5 differs for numbers that are not finite
+    task = "glue_stsb_v002"  # T5 differs for nonfinite numbers
     assert math.isnan(t5.tasks[task].postprocess_fn("nan", example={}, is_target=False))
     assert task_registry.find_task(task).postprocess("nan", example={}) == -1
 
@@ -362,7 +372,7 @@ def test_other_metrics_are_t5s(t5):
 
 
 def counted(count):
-    """Returns the part of a task that SeqIO's functions of rates read."""
+    """Returns an object with the attributes of a task that SeqIO's rate functions read."""
     return types.SimpleNamespace(name="x", cache_dir=None, num_input_examples=lambda split: count)
 
 

@@ -1,4 +1,4 @@
-"""What T5's code does not show: coreference, sentinels and names; see also `test_t5_oracle`."""
+"""Tests coreference, sentinels and names, which `test_t5_oracle` does not cover."""
 
 import pathlib
 
@@ -110,7 +110,7 @@ def test_wnli_as_coreference():
         ("Green ideas, it slept", "Nothing else matters", "Green ideas, *it* slept", ""),
         ("Bob left it here today", "Bob left here today", "Bob left *it* here today", "Bob left"),
         ("Bob left it here today", "Here today Bob left", "Bob left *it* here today", ""),
-        ("Bob left it", "Ann and Bob left", "Bob left *it*", "Ann and Bob left"),  # T5: all of it
+        ("Bob left it", "Ann and Bob left", "Bob left *it*", "Ann and Bob left"),  # T5 marks all
     ):
         assert _wnli_question(premise, hypothesis) == (f"wsc: {question}", candidate)
     with pytest.raises(ValueError, match=r"There is no pronoun in 'Bob left\.'"):
@@ -121,7 +121,7 @@ def test_sentinel_forms():
     task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
     for answer in ("<extra_id_0> True", "<extra_id_0>True ", "True"):
         assert task.postprocess(answer) == 1
-    for answer in (" True", "True <extra_id_0>"):  # SeqIO only strips after a sentinel
+    for answer in (" True", "True <extra_id_0>"):  # SeqIO strips spaces only after a sentinel
         assert task.postprocess(answer) == -1
 
 

@@ -1,4 +1,4 @@
-"""The training step compiled by libtpu for real TPU topologies. `make test-tpu` runs this."""
+"""Compiles training steps with libtpu for real TPU topologies. `make test-tpu` runs these tests."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ VARIANTS = ("v", "r", "rv", "gaussian")
 
 
 def recipe(variant, name):
-    """Returns the experiment of a step in the base size, with scanned layers."""
+    """Returns the experiment for a training step of the base size with scanned layers."""
     shape, mesh = T5_1_1["base"], PLACES[name]
     rows = ROWS * chips.parse_topology(name).devices // mesh.tensor
     common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True, "remat": "dots"}
@@ -48,7 +48,7 @@ def recipe(variant, name):
 
 @functools.cache
 def compiled(variant, name):
-    """Returns the compiled step, which all tests of this step share."""
+    """Returns a compiled training step. The result is cached, because several tests use it."""
     return plan.compile_step(recipe(variant, name), chips.parse_topology(name))
 
 
@@ -66,10 +66,10 @@ def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
 
 @every
 def test_no_buffer_holds_all_logits(variant, name):
-    """No array is ``[batch, heads, q, k]``, in any order of the axes.
+    """A compiled step has no array ``[batch, heads, q, k]``, in any order of the axes.
 
-    The decoder's own 114 × 114 logits are not larger than its queries, keys and values:
-    `FEW_LOGITS`.
+    The logits of the decoder's self-attention, 114 × 114, are an exception (see `FEW_LOGITS`),
+    because they are not larger than its queries, keys and values.
     """
     heads = T5_1_1["base"].heads // PLACES[name].tensor
     lengths = (INPUTS, TARGETS)
@@ -105,8 +105,8 @@ def test_kernels_compile_for_other_generations(variant, name):
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
     text = plan.compile_step(small, place).as_text()
-    # The vector memory of v4 is too small for tables of 512 × 512 for two heads, so those of the
-    # encoder become matrix products.
+    # The vector memory of TPU v4 is too small for two heads' tables of 512 × 512. The encoder's
+    # tables are therefore applied by matrix products instead of a kernel.
     without = 2 if variant == "r" and name.startswith("v4") else 0
     assert text.count('"tpu_custom_call"') == KERNELS[variant] - without
 
@@ -114,9 +114,12 @@ def test_kernels_compile_for_other_generations(variant, name):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_static_kernels_fit_every_generation(name, rows):
-    """The rows are the longest, heads have 128, and registers do not divide a length.
+    """Static kernels fit into the vector memory of every TPU generation.
 
-    v4 has half the memory.
+    The test uses the longest supported rows, heads of width 128, and a length that is not a
+    multiple of the register size.
+
+    TPU v4 has half as much memory.
     """
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -143,7 +146,11 @@ def test_static_kernels_fit_every_generation(name, rows):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("n", [500, 1024])
 def test_kernels_with_a_pattern_and_capped_logits(name, n):
-    """There is one tile of queries, or several, whose keys have a kernel of their own."""
+    """Kernels support a pattern and capped logits at the same time.
+
+    The test covers one tile of queries, and several tiles, for which the gradient of the keys has a
+    separate kernel.
+    """
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16)
@@ -163,12 +170,16 @@ def test_kernels_with_a_pattern_and_capped_logits(name, n):
     ("q", "k", "dtype"), [(16384, 16, "bfloat16"), (9, 1, "bfloat16"), (256, 256, "float16")]
 )
 def test_few_keys_and_half_precision(q, k, dtype):
-    """A tile of few keys fills registers, one key is not a matrix, and float16 has no kernels."""
+    """Attention with few keys or in half precision compiles.
+
+    A tile with few keys is padded to whole registers, a single key is not a matrix, and there are
+    no kernels for float16.
+    """
     mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology("v5e:2x2"))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def shape(n):
-        """Returns the shape and dtype of an argument with n tokens."""
+        """Returns the shape and the dtype of an argument that has n tokens."""
         return jax.ShapeDtypeStruct((2, n, 2, 64), dtype)
 
     def loss(x, y):
@@ -189,5 +200,6 @@ def test_memory_is_within_the_plan(variant, name):
     batch = 4 * ROWS * (INPUTS + 3 * TARGETS)
     given = needs.parameters + needs.optimizer + batch
     assert memory.argument_size_in_bytes == pytest.approx(given, rel=0.01)
-    # The plan ignores that `tensor` divides most arrays that are kept for the backward pass.
+    # The plan ignores that the mesh axis `tensor` shards most of the arrays that are kept for the
+    # backward pass.
     assert 0.5 * needs.total <= memory.peak_memory_in_bytes <= needs.total

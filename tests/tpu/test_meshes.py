@@ -1,4 +1,4 @@
-"""Attention on TPUs over meshes that do not divide its sizes. `make test-tpu` runs these tests."""
+"""Tests attention on TPU meshes that do not divide its sizes. `make test-tpu` runs these tests."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ def test_every_mesh_lowers(layer: str) -> None:
 
 
 def test_a_replicated_kernel_compiles() -> None:
-    """One axis of the mesh divides the examples, and the other one divides nothing."""
+    """A kernel that is replicated over a mesh axis compiles.
+
+    One axis of the mesh shards the examples, and the other axis shards nothing.
+    """
     devices = plan.devices_of(chips.parse_topology("v5e:2x2"))
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (AxisType.Explicit,) * 2, devices=devices)
     layer = sj.Attention(2, 64, sj.DotProduct())

@@ -1,4 +1,7 @@
-"""A user's model with its own logical axis names, compiled for TPUs. `make test-tpu` runs this."""
+"""Compiles a user's model with its own logical axis names for TPUs.
+
+`make test-tpu` runs this test.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The launcher: dry runs compared with files, and what it does on a host with a fake program."""
+"""Compares dry runs of the launcher with files, and runs its scripts with a fake program."""
 
 import os
 import pathlib
@@ -31,7 +31,7 @@ GOLDEN = {
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
     script = [sys.executable, str(launch.CHECKOUT / "tpu_scripts" / "launch.py")]
-    # Without the program on the path, fields are not checked.
+    # The launcher checks fields only if `synthesizer-jax` is on the path, so set a path without it.
     environment = {**os.environ, "PATH": "/usr/bin:/bin"}
     return subprocess.run([*script, *arguments], capture_output=True, text=True, env=environment)
 
@@ -45,7 +45,11 @@ def dry_run(name: str) -> str:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_dry_run_prints_the_commands(name):
-    """`python -m tests.tpu_scripts.test_launch` writes the expected files again."""
+    """A dry run prints the expected commands.
+
+    After a change, run `python -m tests.tpu_scripts.test_launch` to rewrite the files with the
+    expected commands.
+    """
     assert dry_run(name) == (HERE / f"{name}.txt").read_text()
 
 
@@ -155,7 +159,7 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
 
 
 class Stage(launch.Pod):
-    """A pod whose requests and hosts follow a script."""
+    """A fake pod whose answers are given in advance."""
 
     def __init__(self, states: list[str], told: list[list[str]]):
         options = [*POD, "--type", "v6e-16", "--poll", "0", "--max-restarts", "3"]
@@ -197,9 +201,11 @@ if __name__ == "__main__":
 
 
 def test_the_commands_that_are_shown_can_run_where_they_run():
-    """They are those of the launcher, of the files for clusters, and of the page.
+    """All commands that are shown to users can run in the place where they are to run.
 
-    They have extras and numbers of devices.
+    The commands are those in the launcher's docstring, in the cluster files, and on the page.
+
+    The test also checks optional packages and numbers of devices.
     """
     page = (launch.CHECKOUT / "docs" / "pods.md").read_text().replace("\\\n", " ")
     extras = launch.make_parser().get_default("extras")

@@ -1,4 +1,4 @@
-"""Adapters: what they change, how they are trained and saved, and how a run finds its base."""
+"""Tests what adapters change, how they are trained and saved, and how a run finds its base."""
 
 import dataclasses
 import json
@@ -53,7 +53,10 @@ def scanned(model):
 
 
 def test_a_kernel_is_split_where_its_layer_sums():
-    """This holds for all alignments, mixers and models."""
+    """A kernel is split into two factors along the axes over which its layer sums.
+
+    The test covers all alignments, mixers and models.
+    """
     cases = {**ALIGNMENT_CASES, **MIXER_CASES}
     tokens = jax.ShapeDtypeStruct((2, LENGTH, D), np.float32)
     modules = [
@@ -105,14 +108,14 @@ def source(tmp_path_factory):
 
 
 def adapting(recipe, directory, lora=EVERYTHING, **changes):
-    """Returns an experiment that trains adapters of a run."""
+    """Returns an experiment that trains adapters for the model of a run."""
     training = {k: changes.pop(k) for k in tuple(changes) if hasattr(recipe.training, k)}
     training = replace(recipe.training, adapters=lora, **training)
     return find_base(replace(recipe, training=training, init_from=str(directory), **changes))
 
 
 def merged(params, adapters, scale):
-    """Merges adapters into parameters in NumPy and float64, for looped layers."""
+    """Merges adapters into the parameters of looped layers, in NumPy and float64."""
     kernels, flat = (
         traverse_util.flatten_dict(jax.tree.map(np.float64, x)) for x in (params, adapters)
     )
@@ -156,7 +159,7 @@ def test_only_the_adapters_are_trained(source, tmp_path, scan, mesh):
 
     expected = merged(looped(before["params"]), looped(jax.device_get(state.params)), 2.0)
     close(looped(found["params"]), expected, atol=1e-6)
-    # The loss of the next step is that of the plain model with these parameters.
+    # The loss of the next step must equal the loss of a plain model with the merged parameters.
     batch = next(stream)
     plain = jax.jit(lambda v, batch: loss_sums(model, v, batch, z_loss=0.0, label_smoothing=0.0))
     sums = plain(jax.device_get(found), batch)
@@ -165,7 +168,10 @@ def test_only_the_adapters_are_trained(source, tmp_path, scan, mesh):
 
 
 def test_new_parameters_are_trained_whole_and_saved(source, tmp_path):
-    """They are a classifier, new rows of the embedding and a fixed table, in scanned layers."""
+    """Parameters that the base model lacks are trained and saved as a whole.
+
+    The test uses a classifier, new rows of the embedding and a fixed table, in scanned layers.
+    """
     directory, recipe = source
     dot_product = recipe.model.encoder.runs[0].block.self_mixer.alignment.parts[1]
     kind = Mixture((Random(TOKENS, trainable=False), dot_product))
@@ -179,7 +185,7 @@ def test_new_parameters_are_trained_whole_and_saved(source, tmp_path):
     recipe = adapting(recipe, directory, model=model, data=data, init_rules=rules, ema=0.5)
     trainer = Trainer(recipe, jax.devices()[:1])
     stream = ClassStream()
-    state = trainer.init()  # it reads the base, which is complete
+    state = trainer.init()  # reads the complete base
     start = jax.device_get(state)
     jax.tree.map(np.testing.assert_array_equal, trainer.averaged_variables(state), trainer.base)
     assert start.params["embedding"].shape == (VOCAB + 4, 8)
@@ -194,12 +200,12 @@ def test_new_parameters_are_trained_whole_and_saved(source, tmp_path):
     assert all(keys[-1] in ("lora_a", "lora_b") for keys in changed if keys[0] == "encoder")
     jax.tree.map(np.testing.assert_array_equal, state.constants, start.constants)
     assert {x.shape for x in jax.tree.leaves(state.constants)} == {(2, 2, TOKENS, TOKENS)}
-    # Other settings of JAX would draw other numbers.
+    # Fixed tables must be saved, because other settings of JAX would draw other random numbers.
     save(tmp_path / "run", recipe, state)
     with jax.default_prng_impl("rbg"):
         _, found = restore_run(tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, found, trainer.averaged_variables(state))
-    # Earlier versions only saved the low-rank updates.
+    # Earlier versions of the package saved only the low-rank updates.
     updates = {"encoder": state.params["encoder"]}
     save(tmp_path / "old", recipe, dataclasses.replace(state, params=updates, ema={}))
     with pytest.raises(
@@ -223,8 +229,8 @@ def test_a_run_continues_and_is_used_with_its_base(source, tmp_path):
     save_run(recipe, parts)
     check_same_run(recipe, parts)
     jax.tree.map(np.testing.assert_array_equal, train(parts, recipe).params, end.params)
-    # A run that starts from it starts from the merged parameters. Adapters of adapters are added
-    # up.
+    # A run that starts from a run with adapters starts from the merged parameters. If this run also
+    # trains adapters, both low-rank updates are added.
     _, found = restore_run(whole)
     assert initializer_of(recipe, report=print) is Trainer.init
     second = find_base(load_experiment(whole).starting_from(str(whole)))
@@ -274,7 +280,10 @@ def test_a_missing_or_different_base_is_named(source, tmp_path):
 
 
 def test_a_run_that_continues_keeps_its_first_base(tmp_path):
-    """Training the base further does not matter, unless its checkpoint of the step is missing."""
+    """A run with adapters that continues keeps the checkpoint of its base.
+
+    Training the base further does not matter, unless the checkpoint of the base is deleted.
+    """
     base, directory = tmp_path / "base", tmp_path / "run"
     recipe = experiment(encoder(), seed=3)
     state = Trainer(recipe, jax.devices()[:1]).init()

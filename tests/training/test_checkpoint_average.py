@@ -1,4 +1,4 @@
-"""The mean of the last checkpoints, compared with NumPy, is a run that other commands accept."""
+"""Tests the mean of the last checkpoints, which is a run that other commands accept."""
 
 import resource
 import shutil
@@ -19,7 +19,7 @@ from tests.training.tiny import close, damage
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A run with three checkpoints of different parameters."""
+    """A run with three checkpoints, whose parameters differ."""
     directory = tmp_path_factory.mktemp("average") / "run"
     write_run(directory, experiment(), steps=(2, 4, 6))
     return directory
@@ -41,7 +41,10 @@ def test_an_average_is_the_mean_and_loads_like_a_run(source, tmp_path):
 
 
 def test_training_does_not_continue_in_the_directory_of_an_average(source, tmp_path):
-    """It only has parameters, like the directory of a converted model."""
+    """The directory of an average contains only parameters, so training cannot continue there.
+
+    The same is true for the directory of a converted model.
+    """
     call("average", source, tmp_path / "mean")
     before = {path.name for path in (tmp_path / "mean").iterdir()}
     recipe = load_experiment(tmp_path / "mean")

@@ -1,4 +1,4 @@
-"""Recipes: JSON, overrides, and what a run refuses to continue."""
+"""Tests experiments as JSON, overrides of settings, and changes that a run refuses."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_json_round_trip(tmp_path):
         ),
         (["model=t5_1_1_tiny"], lambda e: e.model == ZOO["t5_1_1_tiny"]().copy(dtype="auto")),
         (["data.buckets=((4, 2),(6, 4))"], lambda e: e.data.buckets == ((4, 2), (6, 4))),
-        # Settings may be given together and in any order.
+        # Settings that depend on each other may be given in any order.
         (["data.buckets=((16, 4),)", "data.inputs_length=32"], lambda e: bool(e.data.buckets)),
         (["data.shards=3", "data.batch_size=3"], lambda e: e.data.shards == e.data.batch_size == 3),
         (["vocabulary=Bytes"], lambda e: e.vocabulary == Bytes()),
@@ -163,7 +163,10 @@ def test_a_classifier_is_given_other_classes_and_a_published_body():
 
 
 def test_a_masked_model_is_given_no_other_objective():
-    """A task's own objective has priority over `data.objective`."""
+    """A masked language model has no other objective than its own.
+
+    A task's own objective has priority over `data.objective`.
+    """
     masked = replace(MASKED.data, objective=OBJECTIVES["masked_lm"])
     check_masked_tasks(MASKED.model, replace(masked, mixture="lm1b_v100_full_lm"))
     check_masked_tasks(CLASSIFIER.model, replace(MASKED.data, mixture="glue_rte_v002"))
@@ -192,7 +195,7 @@ def test_wrong_values_from_python_are_refused_when_the_experiment_is_made(field,
 @pytest.mark.parametrize("name", ["quickstart", "papers.translation:multi30k:hc_sa"])
 def test_every_plain_setting_can_be_typed_as_it_is_shown_and_every_number_has_a_range(name):
     recipe = load_recipe(name)
-    free = {"data.buckets", "mesh.extra"}  # they have rules of their own
+    free = {"data.buckets", "mesh.extra"}  # these fields have special rules
     rows = [row for row in settings(recipe) if row.leaf]
     shown = {row.path: row for row in rows}
     assert {"training.steps", "model.encoder.runs.0.repeats", "data.pack"} <= shown.keys()
@@ -215,9 +218,9 @@ def test_auto_is_the_dtype_of_the_platform_and_is_kept_when_a_run_continues(tmp_
     assert on_cpu.model.dtype == "float32"
     trainer = Trainer(given, jax.devices()[:1])
     assert trainer.experiment == on_cpu
-    save(tmp_path / "converted", given, trainer.init())  # an experiment that was never trained
+    save(tmp_path / "converted", given, trainer.init())  # this experiment was never trained
     save(tmp_path / "trained", on_cpu, trainer.init())
-    save_experiment(on_cpu, tmp_path / "refused")  # a start that saved nothing
+    save_experiment(on_cpu, tmp_path / "refused")  # as after a start that saved no checkpoint
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert find_dtype(given, tmp_path / "refused").model.dtype == "bfloat16"
     assert find_dtype(given, tmp_path / "trained") == on_cpu
@@ -282,7 +285,7 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     recipe = experiment()
     check_same_run(recipe, tmp_path)
     save_experiment(recipe, tmp_path)
-    check_same_run(experiment(seed=7), tmp_path)  # nothing was saved, so the directory is free
+    check_same_run(experiment(seed=7), tmp_path)  # the run has no checkpoint yet
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     check_same_run(experiment(steps=99, save_every=1, keep_best=3), tmp_path)
     check_same_run(experiment(writers=("wandb",), profile=(1, 2)), tmp_path)

@@ -1,4 +1,4 @@
-"""A run starts from the parameters of another run: which ones, how resized, what is reported."""
+"""Tests runs that start from another run: the parameters, how they are resized, and the report."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ def test_a_source_that_does_not_fit_its_pattern_is_an_error():
         InitRule("(")
     with pytest.raises(ValueError, match=r"source '\\\\2' does not fit the pattern '\(\.\*\)'"):
         find_origins(OLD, NEW, [InitRule("(.*)", source=r"\2")])
-    rule = InitRule("scale", "resize", fill="distance")  # a distance has two positions
+    rule = InitRule("scale", "resize", fill="distance")  # distances need two positions
     origin = find_origins({"params/scale": (3,)}, {"params/scale": (4,)}, [rule])["params/scale"]
     assert origin.problem == "has the shape (3,) in the checkpoint and (4,) in the new model"
 
@@ -116,7 +116,10 @@ def test_a_rule_that_decides_nothing_is_an_error(name):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The directory of a run, its experiment, and its state, as if an optimizer had changed it."""
+    """The directory, the experiment and the state of a run.
+
+    The state differs from the initial state, as after training.
+    """
     directory = tmp_path_factory.mktemp("source")
     recipe = experiment(seed=3, layers=2)
     state = Trainer(recipe).init()
@@ -148,7 +151,7 @@ def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
         jax.tree.map(np.testing.assert_array_equal, looped, saved.params)
 
     def pointer(tree):
-        """Returns the address of the embedding in memory."""
+        """Returns the memory address of the embedding."""
         return tree["embedding"].addressable_data(0).unsafe_buffer_pointer()
 
     assert pointer(found.params) != pointer(found.ema), "a step donates both"
@@ -186,7 +189,7 @@ def test_the_optimizer_continues_if_asked_to(source):
     fresh, found, _ = started(going_on, directory)
     jax.tree.map(np.testing.assert_array_equal, found.opt_state, saved.opt_state)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, fresh)
-    fresh, found, _ = started(recipe, directory)  # without being told so, it starts afresh
+    fresh, found, _ = started(recipe, directory)  # starts afresh by default
     jax.tree.map(np.testing.assert_array_equal, found.opt_state, fresh.opt_state)
     training = replace(recipe.training, optimizer=Adafactor())
     with pytest.raises(
@@ -197,7 +200,7 @@ def test_the_optimizer_continues_if_asked_to(source):
 
 @pytest.mark.parametrize("decays", [(0.0, 0.1), (0.1, 0.0)])
 def test_the_optimizer_goes_on_with_another_weight_decay(tmp_path, decays):
-    # The moments are the same. Only a part of the state that has no arrays exists with one of them.
+    # Both optimizers have the same moments. Their states differ only in a part that has no arrays.
     before, after = (experiment(optimizer=AdamW(weight_decay=decay)) for decay in decays)
     state = Trainer(before).init()
     state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))

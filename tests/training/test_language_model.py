@@ -1,4 +1,4 @@
-"""Whole runs of language models: training, evaluation by their loss, and files."""
+"""Tests whole runs of language models: training, evaluation of the loss, and files."""
 
 import json
 
@@ -46,9 +46,9 @@ def data_dir(tmp_path_factory):
 
 
 def trained(wanted, data_dir, directory):
-    """Trains, and returns the result of the last evaluation and the evaluator.
+    """Trains a model, and returns the results of the last evaluation, and the evaluator.
 
-    The evaluation has the same result in a new evaluator.
+    The function checks that a new evaluator gives the same results.
     """
     state = run(wanted, directory, data_dir=data_dir, visible=False)
     losses = list(logged(directory).values())
@@ -61,7 +61,10 @@ def trained(wanted, data_dir, directory):
 
 
 def test_texts_are_evaluated_by_their_loss(data_dir, tmp_path):
-    """This includes results, the log, files of predictions, and the score of checkpoints."""
+    """Models of texts are evaluated by their loss.
+
+    The test checks the results, the log, the files of predictions, and the score of checkpoints.
+    """
     directory = tmp_path / "run"
     wanted = recipe("language model", every=2, pack=True, evaluation={"loss_batches": 1})
     _, results, evaluator = trained(wanted, data_dir, directory)
@@ -99,7 +102,10 @@ def test_a_masked_language_model_is_evaluated_where_tokens_are_masked(data_dir, 
 
 
 def test_an_objective_pre_trains_and_is_evaluated(data_dir, tmp_path):
-    """It is evaluated by the loss of the examples that it makes from the held-out texts."""
+    """A model is pre-trained with an objective and evaluated by the loss.
+
+    The objective also makes the evaluation examples from the held-out texts.
+    """
     _, results, evaluator = trained(recipe("spans", objective="span_3_15_u_u"), data_dir, tmp_path)
     assert "bits_per_byte" not in results[0].text_metrics
     inputs = sum(1 < i < 259 for row in evaluator.sets[0].inputs for i in row)
@@ -108,7 +114,7 @@ def test_an_objective_pre_trains_and_is_evaluated(data_dir, tmp_path):
 
 
 def test_flops_of_a_row_of_targets():
-    """There are as many as for the same number of tokens on two sides."""
+    """A row of only targets has as many FLOPs as a row whose tokens are inputs and targets."""
     model = MODELS["language model"]
     one = step_flops(model, batch_size=8, inputs=0, targets=32)
     assert one == step_flops(model, batch_size=4, inputs=0, targets=32) * 2 > 0

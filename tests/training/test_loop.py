@@ -1,4 +1,4 @@
-"""The loop: killed runs continue as if nothing had happened; averages, patience and buckets."""
+"""Tests the training loop: continuing after kills, parameter averages, patience and buckets."""
 
 import contextlib
 import itertools
@@ -38,7 +38,10 @@ KILLS = [
 
 
 def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path):
-    """All losses and scores are bit-identical. None is lost and none is repeated."""
+    """A run that is killed repeatedly has bit-identical losses and scores.
+
+    No loss or score is lost or repeated.
+    """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     plays = [(str(killed), at, how) for how, at, _ in KILLS] + [(str(whole), -1, "never")]
     done = python("-m", "tests.training.tiny", json.dumps(plays), cwd=ROOT, env=without_devices())
@@ -55,10 +58,10 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def guard():
-            """Forbids transfers to and from devices from now on."""
+            """Forbids implicit transfers between host and devices from now on."""
             return stack.enter_context(jax.transfer_guard("disallow"))
 
-        state = run(tmp_path, recipe, ready=guard)  # the loop moves no array without naming it
+        state = run(tmp_path, recipe, ready=guard)  # the loop only makes explicit transfers
     found = logged(tmp_path)
     assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
     assert all(0 < share < 1 for share in logged(tmp_path, "product_utilization").values())
@@ -90,12 +93,12 @@ def test_a_moving_average_equals_numpy_and_continues(tmp_path):
     state = run(tmp_path, experiment(steps=6, **options))
 
     def saved(step):
-        """Returns the parameters of a checkpoint."""
+        """Returns the parameters of the checkpoint at a step."""
         return restore_variables(tmp_path / "checkpoints", step=step)[1]["params"]
 
     average = jax.device_get(saved(1))
     for step in range(2, 7):
-        decay = min(0.6, step / (step + 9))  # step − 1 updates were before
+        decay = min(0.6, step / (step + 9))  # after step − 1 updates
         checkpoint = tmp_path / "checkpoints" / str(step)
         params = read_arrays(checkpoint, {"params": state.params}, ("params",))["params"]
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
@@ -134,7 +137,7 @@ def test_a_run_stops_and_continues_with_more_patience(tmp_path, capsys):
         recipe = experiment(every=2, evaluation=evaluation)
 
         def measure(state):
-            """Returns the score of a step."""
+            """Returns the score of the evaluation at a step."""
             return {"score": SCORES[int(state.step)]}
 
         return int(run(tmp_path, recipe, stream, evaluate=measure).step), stream.taken
@@ -152,8 +155,8 @@ def test_a_run_stops_and_continues_with_more_patience(tmp_path, capsys):
     ("scores", "margin", "count"),
     [
         ({}, 0.0, 0),
-        # 50 is the best score until 51.2 is larger by more than 1. Before, 50.9 is the maximum, but
-        # not the best score.
+        # An improvement must be larger than 1. The score 50.9 is therefore not better than 50,
+        # although it is the maximum, but 51.2 is better.
         ({1: 50.0, 2: 50.9}, 1.0, 1),
         ({1: 50.0, 2: 50.9, 3: 51.2}, 1.0, 0),
         (SCORES, 0.0, 1),
@@ -176,7 +179,7 @@ MODEL = t5(
 
 
 class Shorter(CopyStream):
-    """Every second batch needs only five positions."""
+    """A stream in which every second batch needs only five positions."""
 
     def batch(self, rng):
         length = 8 if self.taken % 2 else 5
@@ -187,9 +190,11 @@ class Shorter(CopyStream):
 
 
 def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
-    """The speed is logged without the time of compilation.
+    """Every bucket of lengths is compiled once, and buckets do not change the losses.
 
-    Compiling moves the clock by 1,000 seconds, and nothing else does.
+    The logged speed does not include the time of compilation.
+
+    A fake clock advances by 1,000 seconds for each compilation, and only then.
     """
     recipe = experiment(MODEL, data={"buckets": ((5, 5),)}, steps=4, rules=RULES)
     frozen = replace(recipe, training=replace(recipe.training, optimizer=STILL))
@@ -215,7 +220,11 @@ def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_some_steps_are_profiled(tmp_path, monkeypatch):
-    """The trace includes no part of saving before its first step and after its last one."""
+    """Some steps are profiled.
+
+    The trace does not include saving a checkpoint before the first profiled step or after the last
+    one.
+    """
     order = []
     trace = jax.profiler.trace
     save = Checkpoints.save

@@ -1,4 +1,4 @@
-"""Losses and their gradients compared with NumPy in float64."""
+"""Compares losses and their gradients with NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ Z, V = 0.01, 11
 
 
 def oracle(logits, targets, weights, z, smoothing):
-    """Returns loss, z-loss and their gradient, computed token by token."""
+    """Returns the loss, the z-loss and their gradient, which are computed token by token."""
     loss = z_loss = 0.0
     gradient = np.zeros_like(logits)
     for i in np.ndindex(targets.shape):
@@ -60,7 +60,10 @@ def test_of_equal_logits_the_first_is_predicted():
 
 
 def chunked(logits, targets, *, chunk=4, **options):
-    """Computes the same losses in chunks, from hidden states that are the logits."""
+    """Computes losses in chunks.
+
+    The output projection is the identity, so the hidden states are the logits.
+    """
     kernel = jnp.eye(V)
     return chunked_cross_entropy(
         logits, kernel, targets=jnp.asarray(targets), chunk=chunk, **options
@@ -126,14 +129,14 @@ def test_logits_of_a_chunk_are_made_once():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, kernel)
     one_chunk = 2 * 4 * 5 * V
-    assert flops(jaxpr.jaxpr) == 3 * 3 * one_chunk  # chunks; logits and two gradients
+    assert flops(jaxpr.jaxpr) == 3 * 3 * one_chunk  # 3 chunks, with logits and two gradients each
 
 
 @BOTH
 def test_targets_of_weight_zero_are_ignored(losses):
-    """Such targets may be -100, or have logits that are NaN.
+    """Targets with weight zero are ignored, even if they are -100 or have NaN logits.
 
-    Other wrong targets make everything NaN.
+    Invalid targets with a nonzero weight make everything NaN.
     """
     logits, targets, weights = made()
     weights[0, 0] = weights[2, 1] = 0.0
@@ -173,7 +176,7 @@ def test_targets_may_have_8_bits():
 
 @BOTH
 def test_second_derivatives(losses):
-    """They are compared with differences of the gradient."""
+    """Second derivatives of losses equal finite differences of the gradient."""
     logits, targets, weights = made((2, 3))
     weights[0, 0] = 0.0
     direction = np.random.default_rng(1).normal(size=logits.shape)
@@ -186,7 +189,7 @@ def test_second_derivatives(losses):
     gradient = jax.jit(jax.grad(total))
     over_reverse = jax.jvp(gradient, (x,), (direction,))[1]
     twice_reverse = jax.grad(lambda x: (gradient(x) * direction).sum())(x)
-    unseen = gradient(x.at[0, 0].set(jnp.nan))  # logits with weight 0 are NaN
+    unseen = gradient(x.at[0, 0].set(jnp.nan))  # NaN logits with weight 0
     np.testing.assert_array_equal(unseen, gradient(x))
     difference = (gradient(x + 1e-2 * direction) - gradient(x - 1e-2 * direction)) / 2e-2
     for product in (over_reverse, twice_reverse):
@@ -208,7 +211,10 @@ def test_the_loss_has_the_denominator_of_its_normalizer():
 
 
 def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
-    """An example is one over the number of tokens."""
+    """A factor of the total loss is not rounded to bfloat16.
+
+    An example of a factor is one over the number of tokens.
+    """
     logits, targets, weights = made()
     x = jnp.asarray(logits, jnp.bfloat16)
     factor = jnp.float32(1 / 37)
@@ -223,7 +229,10 @@ def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
 
 @BOTH
 def test_losses_under_shard_map(losses):
-    """Logits are divided over devices, which share a kernel, with the default `check_vma`."""
+    """Losses work under `jax.shard_map` with the default `check_vma`.
+
+    The logits are sharded over devices, and the kernel is replicated.
+    """
     logits, targets, weights = made((8, 5))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = P("data")
@@ -244,7 +253,10 @@ def test_losses_under_shard_map(losses):
 @BOTH
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_large_logits_lose_no_digits(losses, smoothing):
-    """log Z is about 150, where neighboring float32 numbers differ by 1.5e-5."""
+    """Large logits do not reduce the precision of losses.
+
+    The log-partition function is about 150, where neighboring float32 numbers differ by 1.5e-5.
+    """
     rng = np.random.default_rng(3)
     logits = np.float32(150 + rng.normal(size=(1, 4, V))).astype(np.float64)
     targets = rng.integers(0, V, (1, 4))

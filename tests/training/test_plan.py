@@ -1,4 +1,4 @@
-"""A plan gives the bytes that are really on a device."""
+"""Tests that a memory plan gives the number of bytes that are really on a device."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ def test_planned_parameters_and_optimizer_are_those_on_a_device(mesh):
     state = Trainer(recipe, jax.devices()[:8]).init()
 
     def here(tree):
-        """Returns the bytes of a tree on the first device."""
+        """Returns how many bytes of a tree are on the first device."""
         return bytes_of(x.addressable_shards[0].data for x in jax.tree.leaves(tree))
 
     assert needs.parameters == needs.gradients == here(state.params)
@@ -69,7 +69,7 @@ def test_an_average_is_counted_and_what_is_frozen_has_neither_gradients_nor_stat
         ((300,), (512,)),
         ((1500,), (2048,)),
         ((3, 32), (4, 128)),
-        ((16064, 48), (16128, 48)),  # the other way round it would be 16064 × 128
+        ((16064, 48), (16128, 48)),  # swapped axes would give 16064 × 128
         ((12, 48, 6, 64), (12, 48, 6, 128)),
         ((12, 768, 2048), (12, 768, 2048)),
     ],
@@ -108,7 +108,7 @@ def test_arrays_made_from_tables_are_whole_on_every_device(dtype):
 
 def test_a_layer_is_gathered_whole():
     shape = Size(16, 3, 64, 2, 8)
-    # These are two attentions of the decoder, and the feed-forward layer.
+    # A decoder layer consists of two attention layers and a feed-forward layer.
     layer = 2 * 4 * 16 * 16 + 3 * 16 * 64
     recipe = experiment(t5(shape, vocab_size=VOCAB, scan=True), mesh=MeshShape(data=2, fsdp=4))
     assert layer > VOCAB * 16
@@ -183,7 +183,7 @@ def test_topologies_are_parsed_and_unknown_ones_are_errors():
     with pytest.raises(
         SystemExit, match=r"chip in 'h100-8' is not known\. The known chips are v2, .* tpu7x\.$"
     ):
-        chips.main("h100-8")  # scripts only make TPUs
+        chips.main("h100-8")  # the launcher only makes TPUs
 
 
 def test_gpus_pad_no_arrays_and_have_a_rate_for_each_dtype():

@@ -1,4 +1,7 @@
-"""Initial parameters are those of a single program, and equal layers need no more programs."""
+"""Tests that initial parameters do not depend on how initialization is split into programs.
+
+Equal layers share a program.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from synthesizer_jax.training.random_init import init_arrays
 
 
 def state(layers: int, *, scan: bool = False):
-    """Returns an initializer of parameters, ones, an average, scaled draws, and a count."""
+    """Returns an initializer of a state with random and constant arrays."""
     kind = alignment("rv", head_dim=4, max_length=8)
     model = t5(Size(8, layers, 16, 2, 4), encoder=kind, vocab_size=16, scan=scan)
     tokens = jnp.zeros((1, 8), jnp.int32)
@@ -36,7 +39,7 @@ def test_initial_parameters_are_those_of_one_program_on_a_mesh(scan):
     shapes = jax.eval_shape(init, jax.random.key(3))
 
     def place(x):
-        """Returns a sharding that divides even first axes."""
+        """Returns a sharding that shards an array's first axis if its size is even."""
         return NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 2 == 0 else P())
 
     shardings = jax.tree.map(place, shapes)
@@ -54,7 +57,7 @@ def test_layers_that_are_alike_are_compiled_once():
     )
     numbers = []
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    for layers in (2, 3, 5):  # the first one also compiles what makes keys
+    for layers in (2, 3, 5):  # the first one also compiles the keys
         init = state(layers)
         shardings = jax.tree.map(lambda _: device, jax.eval_shape(init, jax.random.key(0)))
         compiled.clear()

@@ -1,4 +1,4 @@
-"""All packaged recipes are built, and all of their structures take a step with small sizes."""
+"""Builds all packaged recipes, and trains all of their models for one step with small sizes."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 
 SYSTEMS = [s for s in papers.SELF_ATTENTIONS if s != "linformer"]
-VALUES = {  # values of recipe arguments by name, which may be those of one module or recipe
+VALUES = {  # the values of recipes' arguments, by name
     "SYSTEM": SYSTEMS,
     "papers.translation:SYSTEM": [*SYSTEMS, "hc_all", "sh_x"],
     "papers.pretraining:SYSTEM": [*SYSTEMS, "hc_all"],
@@ -51,7 +51,7 @@ RECIPES = [row["recipe"] for row in list_recipes() if ":default" not in row["rec
 
 
 def calls_of(recipe: str) -> list[str]:
-    """Returns the names of a recipe with all of its arguments."""
+    """Returns the names of a recipe with all combinations of its arguments."""
     module, function, *arguments = recipe.split(":")
     places = (f"{module}:{function}:", f"{module}:", "")
     values = [next(VALUES[p + n] for p in places if p + n in VALUES) for n in arguments]
@@ -65,7 +65,7 @@ SMALL |= dict.fromkeys(("inputs_length", "max_length", "targets_length"), LENGTH
 
 
 def shrunk(value: Any) -> Any:
-    """Returns a recipe, or a part of one, with the sizes of `SMALL`."""
+    """Returns a copy of an experiment, or of a part of it, with the sizes of `SMALL`."""
     if isinstance(value, tuple):
         return tuple(map(shrunk, value))
     if not dataclasses.is_dataclass(value):
@@ -117,9 +117,9 @@ STEPPED = {
 
 @functools.cache
 def lay_out(recipe: str) -> None:
-    """Lays out a shrunk experiment, given as JSON.
+    """Computes the shardings of a shrunk experiment, which is given as JSON.
 
-    All sizes of a model give the same experiment.
+    The result is cached, because all sizes of a model shrink to the same experiment.
     """
     Trainer(from_json(json.loads(recipe)), jax.devices()[:1])
 

@@ -1,4 +1,4 @@
-"""A step: its loss compared with NumPy, and the same update on meshes and in micro-batches."""
+"""Compares a step's loss with NumPy, and its updates on meshes and in micro-batches."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ TINY = Size(8, 1, 16, 2, 4)
 
 
 def initialized(model, batch):
-    """Returns variables without zeros, so that biases have an effect."""
+    """Returns random variables without zeros, so that biases have an effect, too."""
     variables = jax.jit(model.init)(jax.random.key(0), batch["encoder_input_tokens"])
     leaves, tree = jax.tree.flatten(variables)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -56,7 +56,7 @@ def initialized(model, batch):
 
 
 class Auxiliary(nn.Module):
-    """A user's feed-forward layer with a loss of its own."""
+    """A user's feed-forward layer that adds its own loss."""
 
     @nn.compact
     def __call__(self, x):
@@ -89,8 +89,8 @@ def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
     loss, z_loss, _ = oracle(np.float64(logits), targets, weights, Z, SMOOTHING)
     hits = (np.asarray(logits).argmax(-1) == targets) * weights
-    targets[weights == 0] = -100  # the weights choose the targets
-    for most in (step.DENSE_LOGITS, 0):  # at once, and in chunks
+    targets[weights == 0] = -100  # such targets must be ignored
+    for most in (step.DENSE_LOGITS, 0):  # all logits at once, and in chunks
         monkeypatch.setattr(step, "DENSE_LOGITS", most)
         compiled = jax.jit(lambda v, b: loss_sums(model, v, b, z_loss=Z, label_smoothing=SMOOTHING))
         sums = compiled(variables, batch)
@@ -108,7 +108,7 @@ def test_dropout_acts_where_there_is_a_key():
 
 
 def universal(cost):
-    """Returns an encoder-decoder of Universal Transformers with adaptive halting."""
+    """Returns an encoder-decoder whose stacks are Universal Transformers with adaptive halting."""
     plain = t5(TINY, vocab_size=VOCAB, relative_bias=False)
     shared = {
         name: UniversalStack(
@@ -120,18 +120,21 @@ def universal(cost):
 
 
 def test_a_ponder_cost_is_part_of_the_loss():
-    """It is averaged over the batch and added to the loss of the tokens, once for each stack."""
+    """The ponder cost is part of the loss.
+
+    Each stack's ponder cost is averaged over the batch and added to the loss of the tokens.
+    """
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
     inputs = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     variables = jax.jit(universal(0.0).init)(jax.random.key(0), *inputs)
 
     def losses(v):
-        """Returns the sums of losses for three ponder costs."""
+        """Returns the sums of losses for three weights of the ponder cost."""
         return [loss_sums(universal(c), v, batch, **PLAIN) for c in (0.0, 0.5, 1.0)]
 
     free, dear, dearer = jax.jit(losses)(variables)
     assert free.penalty == 0 and dear.loss == free.loss
-    assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
+    assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # 1 to 3 steps plus a remainder
     np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)
 
 
@@ -164,7 +167,7 @@ def test_micro_batches_make_the_same_update(model, stream, normalizer):
 
 
 def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
-    parts = step._split_micro_batches(jnp.arange(12), 3)  # every part has rows of all devices
+    parts = step._split_micro_batches(jnp.arange(12), 3)  # every part has rows of every device
     assert parts.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     temporaries = []
     for parts in (1, 8):
@@ -193,7 +196,10 @@ ON_MESHES = {
 
 @pytest.mark.parametrize("name", ON_MESHES)
 def test_meshes_have_the_same_losses(name, monkeypatch):
-    """The losses are also computed in chunks, on the rows of each device."""
+    """The losses are the same on every mesh.
+
+    The losses are also computed in chunks, for the rows of each device.
+    """
     model, stream, options, meshes = ON_MESHES[name]
     monkeypatch.setattr(step, "DENSE_LOGITS", 0)
     recipe = experiment(model, **options)

@@ -1,4 +1,4 @@
-"""Runs that are small enough for tests: experiments, streams without TensorFlow, a main program."""
+"""Defines runs that are small enough for tests, with streams that do not need TensorFlow."""
 
 import json
 import os
@@ -27,9 +27,10 @@ CLASSES = ("low", "middle", "high")
 
 
 def experiment(model=None, *, layers=1, data=None, evaluation=None, **changes) -> Experiment:
-    """Returns an experiment that copies eight tokens.
+    """Returns an experiment with a model that learns to copy eight tokens.
 
-    An encoder classifies rows of `ClassStream`, or predicts those of `MaskedStream`.
+    If the model is an encoder, it learns to classify the rows of `ClassStream`, or to predict the
+    masked tokens of `MaskedStream`.
     """
     training = {
         "steps": 12,
@@ -54,7 +55,10 @@ def experiment(model=None, *, layers=1, data=None, evaluation=None, **changes) -
 
 
 def encoder(*, dropout_rate: float = 0.0, **head) -> Encoder:
-    """Returns a layer of width 8, with a classifier over `CLASSES` unless another head is given."""
+    """Returns an encoder with one layer of width 8.
+
+    Its head is a classifier over `CLASSES`, unless a different head is given.
+    """
     kind = alignment("rv", head_dim=4, max_length=LENGTH)
     stack = t5(Size(8, 1, 16, 2, 4), encoder=kind, dropout_rate=dropout_rate).encoder
     head = head or {"outputs": len(CLASSES)}
@@ -62,7 +66,7 @@ def encoder(*, dropout_rate: float = 0.0, **head) -> Encoder:
 
 
 class CopyStream:
-    """Random tokens to copy. Batch n depends only on n."""
+    """A stream of random tokens to copy. Batch n depends only on n."""
 
     def __init__(self, bad_batch=None):
         self.taken = 0
@@ -94,7 +98,7 @@ class CopyStream:
 
 
 class ClassStream(CopyStream):
-    """Random tokens, of which the first one determines the class."""
+    """A stream of random tokens, of which the first one determines the class."""
 
     def batch(self, rng):
         tokens = rng.integers(5, VOCAB, (ROWS, LENGTH)).astype(np.int32)
@@ -110,7 +114,7 @@ class ClassStream(CopyStream):
 
 
 class MaskedStream(CopyStream):
-    """Rows that repeat one token, with some positions masked by token 2."""
+    """A stream of rows that repeat one token. Token 2 masks some of the positions."""
 
     def batch(self, rng):
         targets = np.repeat(rng.integers(3, VOCAB, (ROWS, 1)), LENGTH, axis=1).astype(np.int32)
@@ -125,7 +129,7 @@ class MaskedStream(CopyStream):
 
 
 def damage(checkpoint: pathlib.Path) -> None:
-    """Flips a bit in every file of arrays."""
+    """Flips a bit in every file of a checkpoint that contains arrays."""
     for path in (checkpoint / "state").rglob("d/*"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
@@ -146,7 +150,10 @@ def run(directory, recipe, stream=None, **options):
 
 
 def save(directory, recipe, state=None):
-    """Makes the directory of a run with one checkpoint, of a state or of initial parameters."""
+    """Makes the directory of a run with one checkpoint.
+
+    The checkpoint contains the given state, or else initial parameters.
+    """
     save_run(recipe, directory)
     checkpoints = Checkpoints(directory / "checkpoints")
     checkpoints.save(Trainer(recipe).init() if state is None else state, None)
@@ -154,12 +161,12 @@ def save(directory, recipe, state=None):
 
 
 def close(found, expected, **tolerance):
-    """Checks that trees are equal within a tolerance."""
+    """Checks that two trees of arrays are equal within a tolerance."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, expected)
 
 
 def logged(directory, name="loss", kind="train"):
-    """Returns the logged values by step, and checks that no step was logged twice."""
+    """Returns a metric's logged values by step, and checks that no step was logged twice."""
     records = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == kind]
     found = {r["step"]: r.get(name) for r in records}
     assert len(found) == len(records), "a step was logged twice"
@@ -167,7 +174,7 @@ def logged(directory, name="loss", kind="train"):
 
 
 def stepped(recipe, stream, steps=1, devices=1):
-    """Returns the state after some steps, and the metrics of every step."""
+    """Trains for some steps. Returns the final state, and the metrics of every step."""
     trainer = Trainer(recipe, jax.devices()[:devices])
     found = []
     state = trainer.init()
@@ -178,11 +185,12 @@ def stepped(recipe, stream, steps=1, devices=1):
 
 
 def play(directory: str, kill_at: int, how: str) -> None:
-    """Trains, and sends signals to itself.
+    """Trains a run in this process, which sends signals to itself.
 
-    The signal comes before batch `kill_at`, or in an evaluation from that step on. `how` is
-    ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
-    ``-in-compilation`` if it comes there. ``int-int`` are two signals.
+    A signal is sent before batch `kill_at`, or during the first evaluation or compilation from that
+    step on. The argument `how` is ``never`` or the name of the signal (``kill``, ``term`` or
+    ``int``). The name is followed by ``-in-evaluation`` or ``-in-compilation`` if the signal is to
+    be sent there. With ``int-int``, two signals are sent.
     """
 
     def signal_here(names):
@@ -209,7 +217,7 @@ def play(directory: str, kill_at: int, how: str) -> None:
 
 
 def main(plays: str) -> None:
-    """Plays one after the other in forked processes, and prints their exit codes."""
+    """Executes calls of `play` one by one in forked processes, and prints their exit codes."""
     codes = []
     utilization.SIDE["cpu"] = 64
     for arguments in json.loads(plays):
