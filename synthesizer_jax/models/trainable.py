@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.primitives.parameters import Variables, abstract_variables
+from synthesizer_jax.primitives.parameters import Variables, abstract_variables, without_sown
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,7 +64,7 @@ class Trainable(Generic[Model]):
         """
         del base
         example = (jnp.zeros(x.shape, x.dtype) for x in self.example)
-        return dict(self.model.init(key, *example))
+        return without_sown(self.model.init(key, *example))
 
     def merge(self, variables: Variables, base: Variables) -> Variables:
         """Returns the variables for the model's `apply`. The method can be traced.

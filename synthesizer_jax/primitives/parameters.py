@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import flax.linen as nn
@@ -59,6 +59,9 @@ Axes: TypeAlias = tuple[str | None, ...]
 Variables: TypeAlias = dict[str, Any]
 """A module's variables: a nested dictionary of arrays for each collection, such as ``params``."""
 
+SAVED = ("params", "constants")
+"""The collections that a run saves. All other collections hold values that modules sow."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -74,6 +77,15 @@ def apply_method(
     """
     module: Any = method.__self__  # type: ignore[attr-defined]
     return module.apply(variables, *args, method=method, **kwargs)
+
+
+def without_sown(variables: Mapping[str, Any]) -> Variables:
+    """Returns the result of a module's `init` without the values that the module sows.
+
+    A module may sow values whenever it is called, for example an addition to the training loss. Its
+    `init` then returns a collection of these values in addition to the variables.
+    """
+    return {name: variables[name] for name in SAVED if name in variables}
 
 
 def merge_entries(entries: PyTree, tree: PyTree) -> PyTree:
@@ -203,6 +215,8 @@ def _boxed_init(module: nn.Module) -> Callable[..., PyTree]:
 def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the shapes and logical axes of a module's variables without allocating arrays.
 
+    Values that the module sows are not included; see `without_sown`.
+
     Args:
       module: an unbound module.
       *args: arguments of the module's `__call__`, either arrays or `jax.ShapeDtypeStruct`.
@@ -217,7 +231,7 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
     except TypeError:
         # A module is not hashable if one of its fields is not hashable, such as a list.
         init = _boxed_init.__wrapped__(module)
-    boxed = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)
+    boxed = without_sown(jax.eval_shape(init, jax.random.key(0), *args, **kwargs))
 
     def is_box(x: PyTree) -> bool:
         """Returns whether a node of the pytree is a box that contains one variable."""

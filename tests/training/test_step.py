@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.base.registry import replace
+from synthesizer_jax.checkpoints.manager import Checkpoints, restore_variables
+from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
 from synthesizer_jax.models import (
     LOSSES,
@@ -64,19 +66,37 @@ class Auxiliary(nn.Module):
         return nn.Dense(x.shape[-1])(x)
 
 
-def test_scanned_layers_sow_their_losses_too():
-    batch = next(CopyStream())
-    model = experiment(layers=3).model
+def with_auxiliary(model, **changes):
+    """Returns the model with `Auxiliary` layers in its decoder."""
     runs = tuple(
         replace(run, block=run.block.copy(feed_forward=Auxiliary())) for run in model.decoder.runs
     )
-    model = model.copy(decoder=model.decoder.copy(runs=runs, scan=True))
+    return model.copy(decoder=model.decoder.copy(runs=runs, **changes))
+
+
+def test_scanned_layers_sow_their_losses_too():
+    batch = next(CopyStream())
+    model = with_auxiliary(experiment(layers=3).model, scan=True)
     tokens = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     variables = jax.jit(model.init)(jax.random.key(0), *tokens)
     scanned = loss_sums(model, variables, batch, **PLAIN).penalty
     looped = loss_sums(unroll(model), unroll_variables(model, variables), batch, **PLAIN).penalty
     np.testing.assert_allclose(scanned, looped, rtol=1e-5)
     assert looped > 1.0
+
+
+def test_layers_that_sow_when_they_are_initialized_are_trained_and_restored(tmp_path):
+    recipe = experiment()
+    recipe = replace(recipe, model=with_auxiliary(recipe.model))
+    state, _ = stepped(recipe, CopyStream())
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state, None)
+    checkpoints.close()
+    _, layout = place_variables(
+        recipe.model, recipe.example, MeshShape(), devices=jax.devices()[:1]
+    )
+    _, variables = restore_variables(tmp_path, layout=layout)
+    jax.tree.map(np.testing.assert_array_equal, variables, state.variables)
 
 
 @pytest.mark.parametrize(("head", "tied"), [("classes", True), ("masked", True), ("masked", False)])
