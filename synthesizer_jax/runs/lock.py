@@ -48,11 +48,12 @@ def lock_directory(directory: pathlib.Path) -> Iterator[None]:
             file.seek(0)
             owner = file.read(200) or "another process"
             raise InUseError(
-                f"{directory} is in use: {owner} trains there; wait for its end, or use another "
-                "--workdir"
+                f"{directory} is in use: {owner} trains there. Wait until the training ends, or "
+                "use another --workdir."
             ) from None
         except OSError as error:
-            _log.warning("%s cannot be locked (%s); let no other training use it", directory, error)
+            message = "%s cannot be locked (%s). Make sure that no other process trains there."
+            _log.warning(message, directory, error)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
