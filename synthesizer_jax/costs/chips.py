@@ -202,7 +202,8 @@ def _usual_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
     # The most cubic shape comes last, and the dictionary keeps the last shape of each size.
     shapes = sorted(chip.shapes, key=surface, reverse=True)
-    return dict(sorted((math.prod(shape), shape) for shape in shapes))
+    usual = {math.prod(shape): shape for shape in shapes}
+    return dict(sorted(usual.items()))
 
 
 def parse_topology(text: str, slices: int = 1, *, chips: Mapping[str, Chip] = CHIPS) -> Topology:
