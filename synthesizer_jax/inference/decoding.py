@@ -94,8 +94,8 @@ def decode_sequences(
       examples: ``[batch]`` integers that identify the examples. The random samples of an example
         depend on the example's integer, not on the position in the batch. None means that the
         positions in the batch identify the examples.
-      continues: whether `encoder_tokens` are the beginning of the targets, without EOS. Only a
-        `LanguageModel` that was trained only on targets can continue texts.
+      continues: whether `encoder_tokens` are the beginning of the targets, without EOS. The model
+        must then be a `LanguageModel` that was trained on targets without inputs.
       stops: the result of `data.stop_strings.stop_table` for `Decoding.stop_strings`, or None if
         there are no stop strings.
 

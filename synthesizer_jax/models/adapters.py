@@ -128,7 +128,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class Adapted(Trainable[Model]):
-    """A model in which a run trains only the adapters.
+    """Describes the variables that a run with adapters trains and saves.
 
     Args:
       model: the unbound model to which the adapters are added.

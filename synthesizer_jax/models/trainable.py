@@ -15,10 +15,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Trainable(Generic[Model]):
-    """A model in which a run trains and saves all variables.
+    """Describes the variables that a run trains and saves, which are all variables of a model.
 
-    The subclass `adapters.Adapted` instead trains variables that modify a base. Training, plans and
-    checkpoints only use the methods of this class, so the same code works with and without
+    The subclass `adapters.Adapted` describes variables that modify a base instead. Training, plans
+    and checkpoints only use the methods of this class, so the same code works with and without
     adapters::
 
         shapes, axes = trainable.abstract()

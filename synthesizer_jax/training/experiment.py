@@ -234,7 +234,7 @@ class Experiment:
 
     @property
     def trainable(self) -> Trainable[TextToText | Encoder]:
-        """The part of the model that is trained: its adapters, or all variables without adapters.
+        """The variables that the run trains: the adapters, or all variables if it has no adapters.
 
         Raises:
           ValueError: the adapters do not fit the model; see `adapters.Adapted`.

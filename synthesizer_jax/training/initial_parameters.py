@@ -113,8 +113,8 @@ def restore_trained(
 ) -> tuple[int, Variables]:
     """Returns the step and variables of a run's checkpoint as they are saved.
 
-    The result has only the variables that the run has trained. Adapters are not merged into their
-    base.
+    The result has only the variables that the run trains and saves. Adapters are not merged into
+    their base.
 
     Args:
       directory: the directory of the run.
@@ -158,7 +158,7 @@ def read_initial_variables(
         variables.
       report: a function that is called with a table of restored, resized, initialized and unused
         arrays.
-      draw: whether to draw values at random. Without random values, the result does not contain the
+      draw: whether to draw values at random. If `draw` is false, the result does not contain the
         variables for which `Experiment.draws` is true.
 
     Raises:

@@ -48,7 +48,10 @@ class LossSums:
 
 
 class _Settings(NamedTuple):
-    """The settings of the loss, which are static and therefore hashable arguments."""
+    """The settings of the loss.
+
+    The settings are a static argument of the custom gradients, so they must be hashable.
+    """
 
     z_loss: float
     smoothing: float
