@@ -165,7 +165,7 @@ def distill(
             variables = _fit(variables, trainer, directory, data_dir=data_dir, visible=visible)
         return trainer.init(variables)
 
-    run(experiment, directory, trainer=trainer, initial=initialize, **options)
+    run(experiment, directory, trainer=trainer, initialize=initialize, **options)
     if processes.is_process_zero():
         content = json.dumps(to_json(recipe), indent=1) + "\n"
         write_atomic(directory / DISTILLATION_FILE, content)

@@ -42,7 +42,7 @@ def train(
     *,
     stop: StopSignal,
     evaluate: Evaluate | None = None,
-    initial: Callable[[Trainer], TrainState] = Trainer.init,
+    initialize: Callable[[Trainer], TrainState] = Trainer.init,
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
@@ -64,8 +64,8 @@ def train(
       stop: the object that receives the signals that ask the run to stop.
       evaluate: a function that measures a state every `evaluation.every` steps and at the end,
         after the state is saved.
-      initial: a function that makes the first state of a new run, for example from the parameters
-        of a checkpoint.
+      initialize: a function that makes the first state of a new run, for example from the
+        parameters of a checkpoint.
       ready: a function that is called when the state exists and the step is compiled. Nothing is
         written before this call.
       visible: whether to show progress.
@@ -103,7 +103,7 @@ def train(
             newest = max(checkpoints.steps, default=0)
             has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
             state = _restore_or_init(
-                trainer, checkpoints, stream, initial, log=log, compiles=has_steps
+                trainer, checkpoints, stream, initialize, log=log, compiles=has_steps
             )
             start = int(state.step)
             # Scores of later steps were measured on states whose checkpoints are lost.
@@ -221,7 +221,7 @@ def _restore_or_init(
     trainer: Trainer,
     checkpoints: Checkpoints,
     stream: BatchStream,
-    initial: Callable[[Trainer], TrainState],
+    initialize: Callable[[Trainer], TrainState],
     *,
     log: RunLog,
     compiles: bool,
@@ -232,7 +232,7 @@ def _restore_or_init(
       trainer: makes the steps.
       checkpoints: the checkpoints of the run.
       stream: the batches. The stream is moved to the position of the restored checkpoint.
-      initial: makes the first state.
+      initialize: makes the first state if there is no checkpoint.
       log: the log of the run.
       compiles: whether to compile the step at the same time. If no steps are left, `compiles` is
         false.
@@ -241,7 +241,7 @@ def _restore_or_init(
     def restore_or_init() -> TrainState:
         """Returns the restored state, or the first state if there is no checkpoint."""
         state = checkpoints.restore_newest(trainer.layout.abstract, stream)
-        return initial(trainer) if state is None else state
+        return initialize(trainer) if state is None else state
 
     if not compiles:
         return restore_or_init()

@@ -45,7 +45,7 @@ def run(
     *,
     data_dir: pathlib.Path | None = None,
     trainer: Trainer | None = None,
-    initial: Callable[[Trainer], TrainState] | None = None,
+    initialize: Callable[[Trainer], TrainState] | None = None,
     prepare: Callable[[Experiment, pathlib.Path], None] | None = None,
     visible: bool = True,
     user_code: code.Code = code.NOTHING,
@@ -62,8 +62,8 @@ def run(
       data_dir: the directory of data sets. None means `task_registry.default_data_dir()`.
       trainer: the trainer, which makes the training steps. The default is a `Trainer` that trains
         the experiment's model on the targets of the data.
-      initial: a function that makes the first state of a new run. By default, the run starts from
-        `init_from`, or from random parameters if `init_from` is not set.
+      initialize: a function that makes the first state of a new run. By default, the run starts
+        from `init_from`, or from random parameters if `init_from` is not set.
       prepare: a function that prepares data that is missing in the data directory. The function is
         called after everything else is checked. None means that all data must be prepared already.
       visible: whether to show a progress bar.
@@ -89,8 +89,8 @@ def run(
     report: Callable[[str], object] = print if visible else lambda _: None
     is_auto = experiment.model.dtype == AUTO
     experiment = run_directory.find_dtype(experiment, directory)
-    if initial is None:
-        initial = initializer_of(experiment, report=report)
+    if initialize is None:
+        initialize = initializer_of(experiment, report=report)
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
         if is_auto:
@@ -138,7 +138,7 @@ def run(
             directory,
             stop=stop,
             evaluate=functools.partial(evaluate_state, evaluator, directory, trainer=trainer),
-            initial=initial,
+            initialize=initialize,
             ready=save_run,
             visible=visible,
         )

@@ -222,12 +222,12 @@ def test_the_logged_rate_is_that_of_the_continued_optimizer(tmp_path, name):
     save_run(recipe, tmp_path / "a")
     train(tmp_path / "a", recipe, ClassStream())
     going_on = replace(recipe, init_from=str(tmp_path / "a"), init_optimizer=True)
-    initial = functools.partial(
+    initialize = functools.partial(
         initialize_from_checkpoint, experiment=going_on, report=lambda _: None
     )
     for steps in (3, 5):
         longer = replace(going_on, training=replace(recipe.training, steps=steps))
-        train(tmp_path / "b", longer, ClassStream(), initial=initial)
+        train(tmp_path / "b", longer, ClassStream(), initialize=initialize)
     schedule = OPTIMIZERS[name].learning_rate.build()
     for run, first in (("a", 0), ("b", 3)):
         rates = list(logged(tmp_path / run, "learning_rate").values())

@@ -122,7 +122,7 @@ def test_a_run_starts_under_its_callers_settings_while_the_step_is_compiled(tmp_
             np.testing.assert_array_equal(trainer.init().params["embedding"], expected)
             raise ValueError("a checkpoint of another model")
 
-        run(tmp_path, recipe, initial=start)
+        run(tmp_path, recipe, initialize=start)
     assert not compiled, "an error does not wait for XLA"
     release.set()
 
