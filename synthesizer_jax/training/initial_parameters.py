@@ -247,27 +247,32 @@ def _assemble(
                     collection[name] = stack_layers(stack, collection[name])
         return initialized
 
-    sharding = None if mesh is None else shardings(axes, shapes, mesh)
-    fresh = fresh_variables(experiment, sharding, only=lambda path: path in drawn)
-    result = jax.eval_shape(initialize, variables, fresh)
-    place = None if sharding is None else _entries_of(sharding, result)
+    model_shardings = None if mesh is None else shardings(axes, shapes, mesh)
+    fresh = fresh_variables(experiment, model_shardings, only=lambda path: path in drawn)
+    result_shardings = None
+    if model_shardings is not None:
+        # If `draw` is false, the result may lack some variables of the model.
+        result = jax.eval_shape(initialize, variables, fresh)
+        result_shardings = _entries_of(model_shardings, result)
     # `fresh` is donated, so XLA can reuse its buffers for the result and does not need a third
     # copy.
-    assembled: Variables = jax.jit(initialize, out_shardings=place, donate_argnums=1)(
-        variables, fresh
-    )
+    assemble = jax.jit(initialize, out_shardings=result_shardings, donate_argnums=1)
+    assembled: Variables = assemble(variables, fresh)
     return assembled
 
 
 def fresh_variables(
-    experiment: Experiment, sharding: PyTree, *, only: Callable[[str], bool] = lambda _: True
+    experiment: Experiment,
+    model_shardings: PyTree,
+    *,
+    only: Callable[[str], bool] = lambda _: True,
 ) -> Variables:
     """Returns random initial variables, drawn with the experiment's seed.
 
     Args:
       experiment: the experiment, which has the model and the seed.
-      sharding: the shardings of the model's variables. If `sharding` is None, one device holds all
-        variables.
+      model_shardings: the shardings of the model's variables. If `model_shardings` is None, one
+        device holds all variables.
       only: a function that takes ``COLLECTION/PATH``, in the form of looped layers, and returns
         whether to draw the variable. A variable that is stacked over scanned layers is drawn if
         `only` is true for any of its layers.
@@ -291,8 +296,10 @@ def fresh_variables(
 
     if not wanted:
         return {}
-    place = None if sharding is None else _entries_of(sharding, wanted)
-    return init_arrays(make, jax.random.key(experiment.training.seed), shardings=place)
+    wanted_shardings = None
+    if model_shardings is not None:
+        wanted_shardings = _entries_of(model_shardings, wanted)
+    return init_arrays(make, jax.random.key(experiment.training.seed), shardings=wanted_shardings)
 
 
 def _entries_of(tree: PyTree, like: PyTree) -> PyTree:

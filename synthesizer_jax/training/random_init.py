@@ -39,6 +39,7 @@ def init_arrays(
     # `known` holds the values of arguments, constants and keys, which are already computed.
     values = [key, *jax.tree.leaves(arguments), *closed.consts]
     known = dict(zip([*jaxpr.invars, *jaxpr.constvars], values, strict=True))
+    # `producers` holds the equation that computes each variable.
     producers: dict[jex_core.Var, jex_core.JaxprEqn] = {}
     for eqn in jaxpr.eqns:
         producers |= dict.fromkeys(eqn.outvars, eqn)
@@ -48,12 +49,15 @@ def init_arrays(
             part = _Part(eqn.outvars, producers, known)
             if part.equations == [eqn]:
                 known |= zip(eqn.outvars, part(*part.arguments(known)), strict=True)
+
     treedef: Any = jax.tree.structure(shapes)
-    places = [None] * treedef.num_leaves if shardings is None else treedef.flatten_up_to(shardings)
-    arrays: list[Any] = [None] * len(places)
+    sharding_of_leaf: list[Any] = [None] * treedef.num_leaves
+    if shardings is not None:
+        sharding_of_leaf = treedef.flatten_up_to(shardings)
+    arrays: list[Any] = [None] * treedef.num_leaves
     programs: dict[Any, Callable[..., list[jax.Array]]] = {}
     rest = []
-    for i, (var, sharding) in enumerate(zip(jaxpr.outvars, places, strict=True)):
+    for i, (var, sharding) in enumerate(zip(jaxpr.outvars, sharding_of_leaf, strict=True)):
         part = _Part([var], producers, known)
         if not part.inputs or any(len(eqn.outvars) > 1 for eqn in part.equations):
             # Arrays without random bits, and arrays of loops with several results, are made last.
@@ -64,8 +68,10 @@ def init_arrays(
         if name not in programs:
             programs[name] = jax.jit(part, out_shardings=[sharding])
         (arrays[i],) = programs[name](*part.arguments(known))
+
     part = _Part([jaxpr.outvars[i] for i in rest], producers, known)
-    others = jax.jit(part, out_shardings=[places[i] for i in rest])(*part.arguments(known))
+    program = jax.jit(part, out_shardings=[sharding_of_leaf[i] for i in rest])
+    others = program(*part.arguments(known))
     for i, array in zip(rest, others, strict=True):
         arrays[i] = array
     result: _Tree = jax.tree.unflatten(treedef, arrays)
