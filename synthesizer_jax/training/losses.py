@@ -68,7 +68,7 @@ class _Sums(NamedTuple):
     num_correct: jax.Array
 
 
-class _Stats(NamedTuple):
+class _Residuals(NamedTuple):
     """The residuals of every token, from which the backward pass recomputes the softmax.
 
     The residuals contain ``log Z`` as the two numbers `peak` and `total`. If ``log Z`` was rounded
@@ -205,7 +205,7 @@ def _smoothed_target(vocab: int, smoothing: float) -> tuple[float, float, float]
 
 def _losses(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
-) -> tuple[_Sums, _Stats]:
+) -> tuple[_Sums, _Residuals]:
     """Returns the sums over all tokens, and the residuals for `_logits_gradient`."""
     extra, low, entropy = _smoothed_target(logits.shape[-1], settings.smoothing)
     logits32 = logits.astype(jnp.float32)
@@ -244,14 +244,14 @@ def _losses(
     sums = _Sums(
         total=loss_sum + z_loss, loss=loss_sum, z_loss=z_loss, num_correct=weighted_sum(is_correct)
     )
-    return sums, _Stats(is_nan=jnp.isnan(loss), peak=peak, total=total)
+    return sums, _Residuals(is_nan=jnp.isnan(loss), peak=peak, total=total)
 
 
 def _logits_gradient(
     logits: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
-    stats: _Stats,
+    residuals: _Residuals,
     settings: _Settings,
     g: jax.Array | float,
 ) -> jax.Array:
@@ -264,18 +264,18 @@ def _logits_gradient(
     extra, low, _ = _smoothed_target(logits.shape[-1], settings.smoothing)
     # Without the barrier, XLA would store the float32 exponentials of the forward pass for this
     # function instead of computing them again from the logits.
-    peak = jax.lax.optimization_barrier(stats.peak)
+    peak = jax.lax.optimization_barrier(residuals.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
-    log_z = stats.peak + jnp.log(stats.total)
+    log_z = residuals.peak + jnp.log(residuals.total)
     # `factor` is the sum of all coefficients of p, divided by the softmax's denominator.
-    factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / stats.total
+    factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / residuals.total
 
     is_target = targets[..., None] == jax.lax.broadcasted_iota(
         targets.dtype, logits.shape, logits.ndim - 1
     )
     smoothed = jnp.where(is_target, extra + low, low)
     dlogits = factor[..., None] * exponential - (g * weights)[..., None] * smoothed
-    dlogits = jnp.where(stats.is_nan[..., None], jnp.nan, dlogits)
+    dlogits = jnp.where(residuals.is_nan[..., None], jnp.nan, dlogits)
     return jnp.where((weights == 0)[..., None], 0.0, dlogits).astype(logits.dtype)
 
 
@@ -289,14 +289,14 @@ def _dense_losses(
 
 def _dense_forward(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, settings: _Settings
-) -> tuple[_Sums, tuple[jax.Array, jax.Array, jax.Array, _Stats]]:
+) -> tuple[_Sums, tuple[jax.Array, jax.Array, jax.Array, _Residuals]]:
     """Returns the sums, and the residuals of the backward pass."""
-    sums, stats = _losses(logits, targets, weights, settings)
-    return sums, (logits, targets, weights, stats)
+    sums, residuals = _losses(logits, targets, weights, settings)
+    return sums, (logits, targets, weights, residuals)
 
 
 def _dense_backward(
-    settings: _Settings, saved: tuple[jax.Array, jax.Array, jax.Array, _Stats], g: _Sums
+    settings: _Settings, saved: tuple[jax.Array, jax.Array, jax.Array, _Residuals], g: _Sums
 ) -> tuple[jax.Array, None, None]:
     """Returns the gradient of the logits, and None for arguments without a gradient."""
     return _logits_gradient(*saved, settings, g.total), None, None
@@ -352,11 +352,11 @@ def _scan_chunks(
         # x is [n, d], and the logits are [n, v].
         x = x * jnp.asarray(settings.scale, x.dtype)
         logits = cap_logits(plain_output_product(x, cast_kernel), settings.soft_cap)
-        chunk_sums, stats = _losses(logits, y, w, settings)
+        chunk_sums, residuals = _losses(logits, y, w, settings)
         sums = jax.tree.map(jnp.add, sums, chunk_sums)
         if not gradient:
             return (sums, None), None
-        dlogits = _logits_gradient(logits, y, w, stats, settings, 1.0)
+        dlogits = _logits_gradient(logits, y, w, residuals, settings, 1.0)
         if settings.soft_cap is not None:
             # The derivative of soft_cap · tanh(x / soft_cap) is 1 − tanh², and `logits` are already
             # capped.
