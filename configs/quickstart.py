@@ -13,6 +13,8 @@ models longer and on eight tasks.
 
 from __future__ import annotations
 
+# The folder of this file, `configs/`, is installed as the package `synthesizer_jax.recipes`. The
+# quickstart shares its models and its training with the recipes of the papers.
 from synthesizer_jax.recipes.papers import cotraining, small_training
 
 from synthesizer_jax.base.registry import replace

@@ -199,6 +199,8 @@ def _smoothed_target(vocab: int, smoothing: float) -> tuple[float, float, float]
         return 1.0, 0.0, 0.0
     low = smoothing / (vocab - 1)
     high = 1.0 - smoothing
+    # T5X adds 1e-20 so that the logarithm is finite without smoothing. Here, it only keeps the
+    # entropy equal to T5X's.
     entropy = -(high * math.log(high) + (vocab - 1) * low * math.log(low + 1e-20))
     return high - low, low, entropy
 

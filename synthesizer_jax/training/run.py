@@ -90,6 +90,9 @@ def run(
     is_auto = experiment.model.dtype == AUTO
     experiment = run_directory.find_dtype(experiment, directory)
     if initialize is None:
+        # A missing checkpoint is reported here, before any data is read. `initialize` keeps the
+        # experiment as it is now. Below, only the vocabulary and the base of the adapters are added
+        # to the experiment. `initialize` needs neither of them, because the trainer reads the base.
         initialize = initializer_of(experiment, report=report)
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)

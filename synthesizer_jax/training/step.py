@@ -208,6 +208,8 @@ def _output_loss(
             soft_cap=soft_cap,
         )
 
+    # `mesh_axes("batch")` returns the mesh axes over which the rows of the batch are divided. If
+    # there are none, for example on a single device, the loss of all rows is computed together.
     if not mesh_axes("batch"):
         return chunked_loss(kernel, states, targets, weights)
 
