@@ -49,7 +49,10 @@ Remat: TypeAlias = Annotated[str, Choices(tuple(REMAT_POLICIES))]
 @register
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Several layers with the same configuration, one after another.
+    """Several layers of a `Stack` with the same configuration, one after another.
+
+    A `Run` is not a training run. The name is from run-length encoding: a stack of 12 equal layers
+    has a single `Run` with 12 repeats.
 
     Attributes:
       block: the configuration of a layer.

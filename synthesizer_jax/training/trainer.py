@@ -357,7 +357,10 @@ class Trainer:
     def compile(
         self, batch: Batch | None = None, lowered: jax.stages.Lowered | None = None
     ) -> jax.stages.Compiled:
-        """Returns the compiled step for the shape of a batch, compiling it on the first call.
+        """Returns the compiled step for the shape of a batch.
+
+        The first call for a shape compiles the step. All later calls for the same shape return the
+        same program.
 
         Args:
           batch: a batch with the shape for which the step is compiled. None means a batch with the
@@ -383,7 +386,8 @@ class Trainer:
 
         The step is compiled when it is called for the first time with a batch of a new shape.
         """
-        return self.compile(batch)(state, batch, self._key, *self.arguments)
+        program = self.compile(batch)
+        return program(state, batch, self._key, *self.arguments)
 
 
 def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
