@@ -1,13 +1,15 @@
 """The training loop.
 
-Each round of the loop saves a checkpoint and evaluates if these are due. The round then fetches a
-batch, dispatches a step, and logs the previous step while the devices compute. Only the training
-loop holds a state that changes.
+`train` contains the loop. Each round saves a checkpoint and evaluates if these are due. The round
+then fetches a batch, dispatches a step, and logs the previous step while the devices compute.
+`_Loop` has a method for each part of a round. Only the variable `state` in `train` holds a state
+that changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 import time
@@ -25,7 +27,7 @@ from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 from synthesizer_jax.runs.progress import format_duration
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.run_log import STOP, RunLog
-from synthesizer_jax.training.step import TrainState
+from synthesizer_jax.training.step import Batch, TrainState
 from synthesizer_jax.training.trainer import Trainer
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -79,8 +81,6 @@ def train(
       FileNotFoundError: the run has saved checkpoints, but its directory contains none.
     """
     training = trainer.experiment.training
-    evaluation = trainer.experiment.evaluation
-    has_several_processes = jax.process_count() > 1
     scores = read_scores(directory / METRICS_FILE)
     checkpoints = Checkpoints(
         directory / "checkpoints",
@@ -96,111 +96,198 @@ def train(
         # If an error ends the run, the log records the error.
         stack.push(lambda kind, error, traceback: log.close(error))
 
-        # Restore the newest checkpoint, or make a first state. Restoring may take minutes. Inside
-        # `stop.region()`, a signal therefore ends the process at once. No training is lost, because
-        # all earlier training is already saved.
+        # Restoring a checkpoint or making a first state may take minutes. Inside `stop.region()`, a
+        # signal therefore ends the process at once. No training is lost, because all earlier
+        # training is already saved.
         with stop.region():
-            newest = max(checkpoints.steps, default=0)
-            has_steps = newest < training.steps and not has_stopped(evaluation, scores, newest)
-            state = _restore_or_init(
+            has_steps = not is_finished(training, trainer.experiment.evaluation, directory)
+            state = _restore_or_initialize(
                 trainer, checkpoints, stream, initialize, log=log, compiles=has_steps
             )
             start = int(state.step)
-            # Scores of later steps were measured on states whose checkpoints are lost.
-            scores = {step: score for step, score in scores.items() if step <= start}
         ready()
         log.begin(start)
 
-        def save(state: TrainState, *, wait: bool) -> None:
-            """Saves a checkpoint of `state`, after logging everything up to the step of `state`."""
-            # A run that continues from this checkpoint does not log the earlier steps again.
-            log.flush_files()
-            checkpoints.save(state, stream)
-            if wait:
-                checkpoints.wait()
-            log.report_saved()
-            log.flush_writers()
-
-        # The stack `trace` holds the profiler during a trace. The stack ends the trace even after
-        # an error.
-        trace = stack.enter_context(contextlib.ExitStack())
+        loop = _Loop(
+            trainer=trainer,
+            stream=stream,
+            directory=directory,
+            stop=stop,
+            evaluate=evaluate,
+            checkpoints=checkpoints,
+            log=log,
+            start=start,
+            # Scores of later steps were measured on states whose checkpoints are lost.
+            scores={step: score for step, score in scores.items() if step <= start},
+            trace=stack.enter_context(contextlib.ExitStack()),
+        )
 
         # At the start of each round, `state` is the state after `step` steps.
         for step in range(start, training.steps + 1):
-            if training.profile is not None and step == training.profile[1]:
-                jax.block_until_ready(state)
-                trace.close()
-
-            # Save. A state is always saved before it is evaluated, so that a failure of the
-            # evaluation loses no training.
-            is_last = step == training.steps
-            is_due = is_last or (step > 0 and evaluation.every and step % evaluation.every == 0)
-            must_evaluate = bool(evaluate is not None and is_due and step not in scores)
-            if step > start and (is_last or must_evaluate or step % training.save_every == 0):
-                save(state, wait=is_last or must_evaluate)
-
-            # Evaluate. If a signal interrupted the evaluation of the restored step, the first round
-            # of the loop evaluates this step again.
-            if evaluate is not None and must_evaluate:
-                began = time.perf_counter()
-                with stop.region():
-                    values = evaluate(state)
-                scores[step] = values.get("score", math.nan)
-                checkpoints.record_score(step, scores[step])
-                log.add_evaluation(step, values, time.perf_counter() - began)
-
-            # Stop at the last step, if the score no longer improves, or after a signal. Several
-            # processes must first agree on the signal, so that all processes stop at the same step.
-            if is_last:
+            loop.end_profile(state, step)
+            loop.save_and_evaluate(state, step)
+            if loop.has_ended(step):
                 break
-            if evaluation.patience is not None and step in scores:
-                stopped = has_stopped(evaluation, scores, step)
-                if processes.all_gather("stopped", stopped)[0]:
-                    text = f"stopped after {evaluation.patience} evaluations without a better score"
-                    log.say(step, text, event="stopped")
-                    break
-            signal = log.agreed_signal if has_several_processes else stop.received
-            if signal:
-                save(state, wait=True)
-                raise Preempted(signal)
-
-            # Profile. The trace starts after saving, and after the devices have finished the
-            # earlier steps.
-            if training.profile is not None and step == training.profile[0]:
-                jax.block_until_ready(state)
-                trace.enter_context(jax.profiler.trace(str(directory / "profile")))
-                log.say(step, f"profiling until step {training.profile[1]}")
-
-            # Fetch. The step is compiled when a batch of a new shape occurs for the first time.
-            batch = trainer.shard_batch(next(stream))
-            if not trainer.is_compiled(batch):
-                # The previous step must end before the clock is paused, because its time would not
-                # count.
-                log.flush()
-                with log.throughput.pause():
-                    trainer.compile(batch)
-                log.say(step, f"compiled for {trainer.num_compiled} shapes")
-
-            # Step. `trainer.step` only dispatches the step. While the devices compute this step,
-            # `log.add_step` logs the previous step.
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, metrics = trainer.step(state, batch)
-
-            # The rate of a matrix product is measured after the first step, so that the measurement
-            # does not delay the step. It reads its results on the host, which users may have
-            # forbidden for the rest of the loop with `jax.transfer_guard`.
-            if step == start:
-                jax.block_until_ready(metrics)
-                with log.throughput.pause(), jax.transfer_guard("allow"):
-                    log.throughput.utilizations = trainer.measure_utilization()
-
-            if has_several_processes:
-                metrics[STOP] = trainer.max_over_processes(stop.received, after=metrics["loss"])
-            log.add_step(step + 1, batch, metrics)
+            loop.stop_after_signal(state)
+            loop.begin_profile(state, step)
+            batch = loop.next_batch(step)
+            state = loop.dispatch_step(state, batch, step)
 
         checkpoints.prune()
         log.add_event(int(state.step), "end")
     return state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The parts of a round of the training loop, in the order in which `train` calls them.
+
+    In all methods, `step` is the number of finished steps, and `state` is the state after these
+    steps.
+
+    Attributes:
+      trainer: see `train`.
+      stream: see `train`.
+      directory: see `train`.
+      stop: see `train`.
+      evaluate: see `train`.
+      checkpoints: the checkpoints of the run.
+      log: the log of the run.
+      start: the number of steps that were finished before the first round.
+      scores: the scores of evaluated steps. New evaluations add their scores.
+      trace: a stack that holds the profiler during a trace. The stack ends the trace even after an
+        error.
+    """
+
+    trainer: Trainer
+    stream: BatchStream
+    directory: pathlib.Path
+    stop: StopSignal
+    evaluate: Evaluate | None
+    checkpoints: Checkpoints
+    log: RunLog
+    start: int
+    scores: dict[int, float]
+    trace: contextlib.ExitStack
+
+    @property
+    def training(self) -> Training:
+        """The settings of training."""
+        return self.trainer.experiment.training
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The settings of the evaluation."""
+        return self.trainer.experiment.evaluation
+
+    def end_profile(self, state: TrainState, step: int) -> None:
+        """Ends the trace if its last step is finished, before anything is saved or evaluated."""
+        if self.training.profile is not None and step == self.training.profile[1]:
+            jax.block_until_ready(state)
+            self.trace.close()
+
+    def save_and_evaluate(self, state: TrainState, step: int) -> None:
+        """Saves and evaluates the state if this is due."""
+        every = self.evaluation.every
+        is_last = step == self.training.steps
+        is_due = is_last or (step > 0 and every > 0 and step % every == 0)
+        # If a signal interrupted the evaluation of the restored step, this step has no score, and
+        # the first round evaluates it again.
+        must_evaluate = self.evaluate is not None and is_due and step not in self.scores
+
+        # A state is always saved before it is evaluated, so that a failure of the evaluation loses
+        # no training.
+        must_save = is_last or must_evaluate or step % self.training.save_every == 0
+        if must_save and step > self.start:
+            self._save(state, wait=is_last or must_evaluate)
+
+        if self.evaluate is not None and must_evaluate:
+            began = time.perf_counter()
+            with self.stop.region():
+                values = self.evaluate(state)
+            self.scores[step] = values.get("score", math.nan)
+            self.checkpoints.record_score(step, self.scores[step])
+            self.log.add_evaluation(step, values, time.perf_counter() - began)
+
+    def _save(self, state: TrainState, *, wait: bool) -> None:
+        """Saves a checkpoint of a state, after logging everything up to the step of the state."""
+        # A run that continues from this checkpoint does not log the earlier steps again.
+        self.log.flush_files()
+        self.checkpoints.save(state, self.stream)
+        if wait:
+            self.checkpoints.wait()
+        self.log.report_saved()
+        self.log.flush_writers()
+
+    def has_ended(self, step: int) -> bool:
+        """Returns whether all steps are finished, or the score does not improve any more."""
+        if step == self.training.steps:
+            return True
+        if self.evaluation.patience is None or step not in self.scores:
+            return False
+        # All processes must stop at the same step, so they use the answer of process 0.
+        stopped = has_stopped(self.evaluation, self.scores, step)
+        if not processes.all_gather("stopped", stopped)[0]:
+            return False
+        text = f"stopped after {self.evaluation.patience} evaluations without a better score"
+        self.log.say(step, text, event="stopped")
+        return True
+
+    def stop_after_signal(self, state: TrainState) -> None:
+        """Saves the state and raises `Preempted` if the run has received a signal.
+
+        Several processes must first agree on the signal, so that all processes stop at the same
+        step.
+        """
+        signal = self.log.agreed_signal if jax.process_count() > 1 else self.stop.received
+        if signal:
+            self._save(state, wait=True)
+            raise Preempted(signal)
+
+    def begin_profile(self, state: TrainState, step: int) -> None:
+        """Begins the trace if this is due.
+
+        The trace begins after saving, and after the devices have finished the earlier steps, so
+        that it contains neither of them.
+        """
+        if self.training.profile is not None and step == self.training.profile[0]:
+            jax.block_until_ready(state)
+            self.trace.enter_context(jax.profiler.trace(str(self.directory / "profile")))
+            self.log.say(step, f"profiling until step {self.training.profile[1]}")
+
+    def next_batch(self, step: int) -> Batch:
+        """Fetches a batch, and compiles the step if this is the first batch of its shape."""
+        batch = self.trainer.shard_batch(next(self.stream))
+        if not self.trainer.is_compiled(batch):
+            # The previous step must end before the clock is paused, because its time would not
+            # count.
+            self.log.flush()
+            with self.log.throughput.pause():
+                self.trainer.compile(batch)
+            self.log.say(step, f"compiled for {self.trainer.num_compiled} shapes")
+        return batch
+
+    def dispatch_step(self, state: TrainState, batch: Batch, step: int) -> TrainState:
+        """Dispatches a step, and returns its state, which the devices may still be computing.
+
+        While the devices compute this step, the metrics of the previous step are logged.
+        """
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, metrics = self.trainer.step(state, batch)
+
+        # The rate of a matrix product is measured after the first step, so that the measurement
+        # does not delay the step. It reads its results on the host, which users may have forbidden
+        # for the rest of the loop with `jax.transfer_guard`.
+        if step == self.start:
+            jax.block_until_ready(metrics)
+            with self.log.throughput.pause(), jax.transfer_guard("allow"):
+                self.log.throughput.utilizations = self.trainer.measure_utilization()
+
+        if jax.process_count() > 1:
+            received = self.stop.received
+            metrics[STOP] = self.trainer.max_over_processes(received, after=metrics["loss"])
+        self.log.add_step(step + 1, batch, metrics)
+        return state
 
 
 def _check_not_lost(checkpoints: Checkpoints, directory: pathlib.Path) -> None:
@@ -217,7 +304,7 @@ def _check_not_lost(checkpoints: Checkpoints, directory: pathlib.Path) -> None:
         )
 
 
-def _restore_or_init(
+def _restore_or_initialize(
     trainer: Trainer,
     checkpoints: Checkpoints,
     stream: BatchStream,
@@ -238,27 +325,30 @@ def _restore_or_init(
         false.
     """
 
-    def restore_or_init() -> TrainState:
+    def restore_or_initialize() -> TrainState:
         """Returns the restored state, or the first state if there is no checkpoint."""
         state = checkpoints.restore_newest(trainer.layout.abstract, stream)
         return initialize(trainer) if state is None else state
 
     if not compiles:
-        return restore_or_init()
+        return restore_or_initialize()
 
-    # XLA compiles in another thread while the state is restored or made. If restoring fails,
-    # the error is raised without waiting for the compilation (`wait=False`).
     newest = max(checkpoints.steps, default=0)
     pool = processes.background_thread()
     try:
         log.say(newest, f"compiling: {trainer.description}")
         began = time.perf_counter()
-        compiling = pool.submit(trainer.compile, lowered=trainer.trace().lower())
-        state = restore_or_init()
+        # A setting of JAX, such as `jax.threefry_partitionable`, may apply only to the thread in
+        # which the caller has set it. The step is therefore traced, and the state is made, in this
+        # thread. Only XLA's compilation runs in another thread.
+        lowered = trainer.trace().lower()
+        compiling = pool.submit(trainer.compile, lowered=lowered)
+        state = restore_or_initialize()
         compiling.result()
         log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")
         return state
     finally:
+        # If restoring fails, the error is raised without waiting for the compilation.
         pool.shutdown(wait=False)
 
 
