@@ -26,7 +26,11 @@ SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 
 
 def doctor(
-    *, workdir: pathlib.Path | None = None, data_dir: DataDir = None, timeout: NotNegative = 60.0
+    *,
+    workdir: pathlib.Path | None = None,
+    data_dir: DataDir = None,
+    timeout: NotNegative = 60.0,
+    clear_cache: bool = False,
 ) -> None:
     """Show versions, devices and memory, and check processes and directories before a run.
 
@@ -39,11 +43,13 @@ def doctor(
     Args:
       workdir: the directory of a future run.
       timeout: the maximum number of seconds to wait for other processes.
+      clear_cache: remove all compiled programs that are kept for later commands.
     """
     import jax
 
     from synthesizer_jax.costs.host_memory import free_memory
     from synthesizer_jax.hosts import processes
+    from synthesizer_jax.hosts.compilation_cache import clear_compilation_cache, compilation_cache
 
     processes.join_group(timeout=timeout)
     versions = {"Python": platform.python_version()}
@@ -68,6 +74,12 @@ def doctor(
         f"{jax.device_count()} × {kind}, {local_devices} of them on this host",
         f"{(free_memory() or 0) / 2**30:.1f} GiB of memory free",
     ]
+    cache = compilation_cache()
+    if cache is not None:
+        if clear_cache:
+            clear_compilation_cache()
+        size = sum(path.stat().st_size for path in cache.glob("*-cache"))
+        lines.append(f"{size / 2**20:.0f} MiB of compiled programs in {cache}")
     for directory in filter(None, (workdir, data_dir)):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
         # Do not call mkdir for a path in a bucket, because TensorFlow's mkdir never returns if the

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
+import re
+import sys
+import warnings
+from typing import TextIO
+
+_log = logging.getLogger("synthesizer_jax.hosts")
 
 MAX_BYTES = 4 * 2**30
 """The maximum size of the cache in bytes.
@@ -21,7 +28,10 @@ def enable_compilation_cache() -> None:
     The function does nothing if this directory is not writable, or if the environment variable
     ``JAX_COMPILATION_CACHE_DIR`` already names a directory. The function only sets environment
     variables that JAX reads, so that commands that do not need JAX do not have to import it.
+
+    If a program in the cache turns out to be damaged, the program is removed and compiled again.
     """
+    _remove_damaged_programs()
     if VARIABLE in os.environ:
         return
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -47,3 +57,68 @@ def enable_compilation_cache() -> None:
     # Cache small programs too. When a command starts, it compiles dozens of small programs, and
     # reading a small program from the cache is faster than compiling it again.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def compilation_cache() -> pathlib.Path | None:
+    """Returns the directory of the cache, or None if JAX does not cache compiled programs."""
+    # JAX reads the environment variable when it is imported, and its setting may change later.
+    directory = os.environ.get(VARIABLE)
+    if "jax" in sys.modules:
+        import jax
+
+        is_enabled: bool = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+        named: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+        directory = named if is_enabled else None
+    return pathlib.Path(directory) if directory else None
+
+
+def clear_compilation_cache() -> None:
+    """Removes all programs from the cache."""
+    directory = compilation_cache()
+    if directory is not None:
+        _remove(directory, "")
+
+
+_DAMAGED = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
+"""Matches JAX's warning about a damaged program. The group of the match is the program's name."""
+
+
+def _remove_damaged_programs() -> None:
+    """Removes each program for which JAX warns that the program cannot be read from the cache.
+
+    JAX compiles such a program again, but does not replace a file of the cache that exists. Without
+    this function, JAX would warn and compile at every start.
+    """
+    show = warnings.showwarning
+
+    def show_or_remove(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Shows a warning, or removes a damaged program from the cache."""
+        match = _DAMAGED.match(str(message))
+        directory = compilation_cache()
+        if match is None or directory is None:
+            show(message, category, filename, lineno, file, line)
+            return
+        # The warning contains only the name of the program, and other programs may have the same
+        # name. All of them are removed, because they can be compiled again.
+        _remove(directory, f"{match[1]}-")
+        _log.warning(
+            "The program %s in %s is damaged. It is compiled again, and replaced.",
+            match[1],
+            directory,
+        )
+
+    warnings.showwarning = show_or_remove
+
+
+def _remove(directory: pathlib.Path, prefix: str) -> None:
+    """Removes the programs whose names begin with a prefix, and the times of their last use."""
+    for kind in ("cache", "atime"):
+        for path in directory.glob(f"{prefix}*-{kind}"):
+            path.unlink(missing_ok=True)

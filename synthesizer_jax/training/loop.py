@@ -21,6 +21,7 @@ from synthesizer_jax.checkpoints.contents import BatchStream
 from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.hosts import processes
+from synthesizer_jax.hosts.compilation_cache import compilation_cache
 from synthesizer_jax.hosts.preemption import Preempted, StopSignal
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
@@ -345,7 +346,11 @@ def _restore_or_initialize(
         compiling = pool.submit(trainer.compile, lowered=lowered)
         state = restore_or_initialize()
         compiling.result()
-        log.say(newest, f"ready in {format_duration(time.perf_counter() - began)}")
+        said = f"ready in {format_duration(time.perf_counter() - began)}"
+        cache = compilation_cache()
+        if cache is not None:
+            said += f", compiled programs are kept in {cache}"
+        log.say(newest, said)
         return state
     finally:
         # If restoring fails, the error is raised without waiting for the compilation.

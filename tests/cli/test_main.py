@@ -1,6 +1,7 @@
 """Tests exit codes, the command `doctor`, and the cache of compiled programs."""
 
 import os
+import pathlib
 
 import jax
 import pytest
@@ -82,10 +83,43 @@ print(hits.count("/jax/compilation_cache/cache_hits"))
 """
 
 
-def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_path) -> None:
+def own_cache(home: pathlib.Path) -> dict[str, str]:
+    """Returns the environment of a user whose home directory contains no cache yet."""
     always = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
     own = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
-    own |= {"XDG_CACHE_HOME": str(tmp_path), **always}
+    return own | {"XDG_CACHE_HOME": str(home), **always}
+
+
+def test_a_damaged_program_is_compiled_again_and_replaced(tmp_path) -> None:
+    own = own_cache(tmp_path)
+    python("-c", PROGRAM, env=own)
+    place = tmp_path / "synthesizer_jax" / "compiled"
+    whole = {path: path.read_bytes() for path in place.glob("*-cache")}
+    for path in whole:
+        path.write_bytes(path.read_bytes()[:100])
+    ended = python("-c", PROGRAM, env=own)
+    assert ended.stdout.splitlines()[-1] == "0"
+    assert ended.stderr.count("is damaged. It is compiled again, and replaced.") == len(whole)
+    assert {path: len(path.read_bytes()) for path in whole} == {k: len(v) for k, v in whole.items()}
+    ended = python("-c", PROGRAM, env=own)
+    assert int(ended.stdout.splitlines()[-1]) == len(whole) and "damaged" not in ended.stderr
+
+
+def test_the_doctor_shows_and_clears_the_cache(tmp_path) -> None:
+    own = own_cache(tmp_path)
+    python("-c", PROGRAM, env=own)
+    place = tmp_path / "synthesizer_jax" / "compiled"
+    assert (
+        f"MiB of compiled programs in {place}"
+        in python("-m", "synthesizer_jax", "doctor", env=own).stdout
+    )
+    assert list(place.glob("*-cache"))
+    python("-m", "synthesizer_jax", "doctor", "--clear-cache", env=own)
+    assert not [*place.glob("*-cache"), *place.glob("*-atime")]
+
+
+def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_path) -> None:
+    own = own_cache(tmp_path)
 
     def hits() -> int:
         return int(python("-c", PROGRAM, env=own).stdout.splitlines()[-1])
