@@ -216,6 +216,7 @@ def collect_statistics(
     return jax.tree.map(gather_to_host, total)
 
 
+@functools.partial(jax.jit, static_argnames=("soft_cap", "window"))
 def divergence(
     logits: jax.Array,
     statistics: Statistics,
@@ -249,12 +250,29 @@ def divergence(
         logits = jnp.where(is_in_window(logits.shape[-1], window), logits, HIDDEN)
     # `normalizers` is ``[heads, q, k]``. The entry at k is log Σ exp over the first k + 1 keys,
     # because queries at the same position may see different numbers of keys.
-    normalizers = jax.lax.cumlogsumexp(logits, axis=2)
+    normalizers = _cumulative_logsumexp(logits)
     if sinks is not None:
         normalizers = jnp.logaddexp(normalizers, sinks[:, None, None])
         likelihood += (sink_mass(statistics) * sinks[:, None]).sum(1)
     likelihood -= (statistics.queries[:, 1:] * normalizers).sum((1, 2))
     return (statistics.negentropy - likelihood) / statistics.queries.sum()
+
+
+def _cumulative_logsumexp(logits: jax.Array) -> jax.Array:
+    """Returns ``log Σ exp`` over the first k + 1 keys, for each k. The shape is ``[heads, q, k]``.
+
+    A scan over the keys is compiled five times as fast as `jax.lax.cumlogsumexp`, and runs faster
+    on CPUs.
+    """
+
+    def add_key(total: jax.Array, of_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Adds the logits ``[heads, q]`` of one key."""
+        total = jnp.logaddexp(total, of_key)
+        return total, total
+
+    by_key = jnp.moveaxis(logits, 2, 0)
+    _, sums = jax.lax.scan(add_key, jnp.full_like(by_key[0], -jnp.inf), by_key)
+    return jnp.moveaxis(sums, 0, 2)
 
 
 def sink_mass(statistics: Statistics) -> jax.Array:
