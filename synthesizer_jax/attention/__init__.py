@@ -1,8 +1,8 @@
 """The attention core in pure JAX, for users who write their own layers.
 
 Attention logits are a sum of terms, and `attend` computes attention from these terms.
-`dot_product_attention` has the arguments of `jax.nn.dot_product_attention`. `explain` reports how
-the attention inside of a function is computed.
+`dot_product_attention` has the arguments of `jax.nn.dot_product_attention`. `explain` reports which
+implementation computes each attention call in a function, and why.
 """
 
 from synthesizer_jax.attention.cache import Cache, extend, init_cache

@@ -1,8 +1,9 @@
-"""The banded route, which computes weighted sums over windows of keys in linear time.
+"""The banded route computes weighted sums over windows of keys, in linear time.
 
-Gaussian attention and convolutions have weights that need no softmax. In the common case, the
-window moves along with the query, and the route needs no gather. Tap t of all queries is multiplied
-by the values, shifted by t positions.
+Gaussian attention and convolutions have weights that need no softmax. The weights of a window are
+called taps. Usually, the window moves by one key from each query to the next, so the route needs no
+gather. Instead, for each tap t, it shifts the values by t positions, and multiplies them by the
+weights that the queries have for tap t.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def attend_banded(call: Call) -> jax.Array:
     keys = mask.keys(k_length)
     queries = mask.queries(q_length)
 
-    # `Call.cleared` has set padding keys to zero, so the weighted sum needs no mask of keys. The
-    # row sum below does need `keys`, because it multiplies the weights by ones.
+    # `Call.cleared` has set the values of padding keys to zero, so the weighted sum needs no mask
+    # of keys. The sum of the weights below does need a mask of keys, because it multiplies the
+    # weights by ones instead of values.
     mask = dataclasses.replace(mask, key_lengths=None, key_valid=None)
     term, mask = _trim_hidden_taps(term, mask)
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
@@ -45,8 +47,8 @@ def attend_banded(call: Call) -> jax.Array:
     out = _sum_window(term, values, mask, q_length=q_length)
 
     if term.normalize:
-        # The row sum [b, q, h, 1] is the windowed sum of values that are 1 for real keys and 0 for
-        # padding.
+        # The sum of each query's weights, [b, q, h, 1], is a windowed sum of values that are 1 for
+        # real keys and 0 for padding.
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
@@ -80,8 +82,8 @@ def materialize_banded(
       mask: the keys that each query may attend to.
       q_length: the number of queries.
       k_length: the number of keys.
-      positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments. If they
-        are given, a window is a range of positions in the segment.
+      positions: the positions of queries ``[b, q]`` and keys ``[b, k]`` in packed segments. If
+        `positions` is given, each window is a range of positions in a segment, not in the row.
     """
     weights = term.weights.astype(logits_dtype(term.weights))
     width = weights.shape[-1]
@@ -89,14 +91,15 @@ def materialize_banded(
     key = jnp.arange(k_length)[None]  # [1, k]
     if positions is not None:
         # In packed rows, the window and the weights of a query are looked up by the query's
-        # position in the segment. The positions are [b, q] and [b, k].
+        # position in the segment. The shape of `q_positions` is [b, q], and the shape of `key` is
+        # [b, k].
         q_positions, key = positions
         first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
         if weights.shape[0] == 1 and weights.shape[1] != 1:
             weights = weights[0][q_positions]  # [b, q, h, w]
 
-    # `tap` is the index of the weight that belongs to each pair of a query and a key. Most pairs
-    # have an index outside of the window.
+    # For each pair of a query and a key, `tap` is the index of the key in the window of the query.
+    # For most pairs, the key is outside of the window, and the index is invalid.
     tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]  # [b or 1, q, 1, k]
     batch = max(weights.shape[0], tap.shape[0])
     weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))
@@ -115,18 +118,21 @@ def materialize_banded(
 
 
 def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
-    """Returns the position of each query's first tap, ``[q]``, which may be outside of the row."""
+    """Returns the key position of each query's first tap, ``[q]``.
+
+    The position may be outside of the row.
+    """
     if term.starts is not None:
         return term.starts
     return jnp.arange(q_length) + mask.query_offset + term.first
 
 
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Removes the taps that the band of the mask hides from all queries, and removes the band.
+    """Removes the taps that the mask's band hides from all queries, and then removes the band.
 
-    A causal mask hides the same taps from every query. Without the hidden taps, the windowed sum
-    has fewer summands, and the mask needs no band. The term and the mask are returned unchanged if
-    the term has `starts`, if the mask has a prefix, or if the band counts positions in segments.
+    A causal mask hides the same taps from every query. If the hidden taps are removed, the windowed
+    sum has fewer summands, and the mask needs no band. The term and the mask are returned unchanged
+    if the term has `starts`, if the mask has a prefix, or if the band counts positions in segments.
     """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
@@ -158,7 +164,8 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
     key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]  # [q, w]
     in_row = (key >= 0) & (key < k_length)
 
-    # `allowed` contains the mask entry of each tap's key, [b or 1, h or 1, q, w].
+    # `allowed` says for each tap whether the query may attend to the key of the tap. The shape of
+    # `allowed` is [b or 1, h or 1, q, w].
     allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
     return (allowed & in_row[None, None]).swapaxes(1, 2)
 
@@ -175,9 +182,10 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
     if term.starts is not None:
         return _sum_gathered_values(term.weights, values, term.starts)
 
-    # Query 0 needs the values from position `start` on. All queries together need `length` values.
-    # Positions outside of the row are padded with zeros. If some values are not needed, the padding
-    # is negative, which removes these values.
+    # The window of query 0 begins at position `start`, and the windows of all queries together
+    # cover `length` positions. Positions outside of the row are padded with zeros. If no window
+    # covers the values at one end of the row, the padding at this end is negative, and `lax.pad`
+    # removes these values.
     start = mask.query_offset + term.first
     length = q_length + width - 1
     if isinstance(start, int):
@@ -185,7 +193,7 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
     else:
         # In a decoding loop, `start` is traced and may be any position up to the last key.
         sides = (length, length, 0)
-    padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]  # low, high and interior padding by axis
+    padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]  # (low, high, interior) of each axis
     window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)  # [b, q + w - 1, h, e]
     if not isinstance(start, int):
         window = jax.lax.dynamic_slice_in_dim(window, start + length, length, axis=1)
@@ -195,11 +203,12 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
 def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
 
-    The result is float32 or wider. The backward pass keeps only the arguments.
+    The result is float32 or wider. Only the arguments are saved for the backward pass.
 
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
-      window: the values that the windows of all queries cover, ``[b, q + w - 1, h, e]``.
+      window: the values at all positions that the windows of the queries cover,
+        ``[b, q + w - 1, h, e]``.
       q_length: the number of queries.
     """
     forward = functools.partial(_sum_shifted_values_fwd, q_length=q_length)
@@ -214,8 +223,8 @@ def _sum_shifted_values_fwd(
     weights, window = inputs
     dtype = logits_dtype(window)
     weights = weights.astype(dtype)
-    # Tap t of all queries is multiplied by the values from position t on. The product for each tap
-    # is [b, q, h, e].
+    # Query q multiplies its weight for tap t by the value at index q + t of `window`. The products
+    # for each tap have the shape [b, q, h, e].
     products = (
         weights[..., t, None] * window[:, t : t + q_length].astype(dtype)
         for t in range(weights.shape[-1])
@@ -235,8 +244,8 @@ def _sum_shifted_values_bwd(
     q_length = dout.shape[1]
     queries_share = weights.shape[1] == 1
 
-    # After padding with w - 1 zeros on both sides, the slice for every tap is as long as the
-    # window.
+    # The cotangent and the weights are padded with w - 1 zeros on both sides, so that the slice for
+    # each tap is as long as `window`.
     padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
     padded_dout = jnp.pad(dout, padding)
     padded_weights = weights.astype(dtype)
@@ -255,8 +264,8 @@ def _sum_shifted_values_bwd(
             tap = padded_weights[:, queries, :, t, None]
         dwindow = dwindow + tap * padded_dout[:, queries]
 
-        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e]. The cotangent is
-        # summed over the examples and the queries that share weights.
+        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e].
+        # If examples or queries share weights, this cotangent is summed over them.
         product = (dout * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=shared_axes, keepdims=True))
     return jnp.stack(dweights, axis=-1).astype(weights.dtype), dwindow.astype(window.dtype)
@@ -265,7 +274,7 @@ def _sum_shifted_values_bwd(
 def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, starts[q] + t, h]``.
 
-    Keys outside of the row count as zeros.
+    Values at positions outside of the row count as zeros.
 
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
@@ -276,7 +285,7 @@ def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Arra
     k_length = values.shape[1]
 
     def weigh_tap(t: int) -> jax.Array:
-        """Returns the summand of tap t, ``[b, q, h, e]``."""
+        """Returns the values at tap t of each window, times their weights, ``[b, q, h, e]``."""
         key = starts + t  # [q]
         in_row = (key >= 0) & (key < k_length)
         tap_values = jnp.take(values, jnp.clip(key, 0, k_length - 1), axis=1).astype(dtype)

@@ -1,7 +1,7 @@
 """Caches for decoding, which hold the keys and values of past tokens.
 
-`init_cache` creates an empty cache. In each step, `extend` writes the keys and values of the new
-tokens, and returns the keys and values that the step attends to.
+`init_cache` creates an empty cache. In each decoding step, `extend` writes the keys and values of
+the new tokens to the cache, and returns all keys and values that the new tokens may attend to.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ class Cache:
     """The keys and values of past tokens, at their positions in the sequence.
 
     The cache never contains parameters, even if a term uses parameters as keys. The Dense, Random,
-    Factorized Random and Factorized Dense Synthesizers therefore cache only values. For a window of
-    weights (Gaussian attention, convolutions), the cache keeps only as many values as the window
-    reaches back. The size of such a cache does not depend on the sequence length. A window of
-    logits can be cached in the same way, together with the keys; see `as_window`.
+    Factorized Random and Factorized Dense Synthesizers therefore cache only values. In Gaussian
+    attention and in convolutions, a query reads the values in a window only, so the cache keeps
+    only the past values that the window reaches. The size of such a cache does not depend on the
+    sequence length. If a window limits the logits instead, the cache can also drop the keys and
+    values that are out of reach; see `as_window`.
 
-    The axis of heads comes before the axis of positions, so that a decoding step can multiply keys
-    and values without copying the arrays.
+    In the cached arrays, the axis of heads comes before the axis of positions. This order lets a
+    decoding step multiply by the keys and values without copying them.
 
     Attributes:
       keys: the keys of each term that computes keys from tokens. Each array is ``[b, h, m, r]``, or
-        ``[b, m, h]`` if keys have no width. m is the capacity.
-      values: ``[b, h, m, e]``, or a tuple of arrays whose positions have the same layout.
-      length: the position of the next token, int32, which is also the number of tokens that were
-        read. The length is a scalar if all examples have read the same number of tokens, and
-        ``[b]`` otherwise. In cross-attention, the length counts queries.
+        ``[b, m, h]`` if the keys have no width axis. The letter m stands for the capacity of the
+        cache.
+      values: ``[b, h, m, e]``, or a tuple of arrays with the same order of axes.
+      length: the number of tokens that the cache has read, int32, which is also the position of the
+        next token. It is a scalar if the number is the same for all examples, and ``[b]``
+        otherwise. In cross-attention, `length` is the number of queries so far.
       empty_memory: an array without tokens, ``[b, 0, width]``, which records the width and dtype of
-        the memory in cross-attention. The field is None in self-attention.
-      window: whether the arrays hold the last m positions before the next token. If it is False,
-        the arrays hold the positions 0 to m - 1.
+        the memory in cross-attention. In self-attention, `empty_memory` is None.
+      window: whether the arrays hold the last m positions before the next token. If `window` is
+        False, the arrays hold the positions 0 to m - 1.
       positions_first: whether the arrays are ``[b, m, h, r]``, as in Flax's caches.
-      cleared: whether keys and values of padding are zeros already. If it is True, decoding steps
-        do not set padding to zero again.
+      cleared: whether the keys and values of padding tokens have already been set to zero. If
+        `cleared` is True, decoding steps do not set them to zero again.
       num_queries: an upper bound on the query positions in cross-attention, or None if no bound is
         known.
     """
@@ -84,10 +86,10 @@ class Cache:
     def swap(self, x: jax.Array) -> jax.Array:
         """Converts an array ``[b, k, ...]`` to the layout of the cache, or back to ``[b, k, ...]``.
 
-        Both conversions swap the same two axes.
+        Both conversions swap the same two axes, so one method can do both.
         """
-        # A batch axis of size 1 is removed for the swap, and added again afterwards. With the batch
-        # axis, XLA's CPU backend would copy the array; see `multiply_examples`.
+        # A batch axis of size 1 is removed before the swap, and added again after the swap.
+        # Otherwise XLA's CPU backend would copy the array; see `multiply_examples`.
         axis = self.position_axis(x)
         return x[0].swapaxes(0, axis - 1)[None] if x.shape[0] == 1 else x.swapaxes(1, axis)
 
@@ -110,19 +112,19 @@ def init_cache(
     memory: jax.Array | None = None,
     positions_first: bool = False,
 ) -> Cache:
-    """Returns an empty cache for terms and values with the shapes of the given terms and values.
+    """Returns an empty cache for terms and values that have the given shapes.
 
     The function reads only the shapes and dtypes of its arguments.
 
     Args:
-      terms: the terms of any step.
-      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``. The size of k does not matter.
+      terms: the terms of any decoding step.
+      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``. The length k does not matter.
       max_length: the largest number of positions that the cache can hold.
       memory: the encoded tokens that the queries attend to in cross-attention, ``[b, k, width]``.
         Pass None in self-attention.
-      positions_first: as in `Cache`. If it is False and there is no `memory`, the cache of a window
-        of weights holds only the values that the window reaches. This kind of cache moves along
-        with the queries.
+      positions_first: see `Cache`. If `positions_first` is False and `memory` is None, a `Banded`
+        term gets a cache that holds only the past values that its window reaches. Each decoding
+        step removes the oldest values from such a cache.
     """
     term = terms[0]
     length = max_length
@@ -155,21 +157,24 @@ def extend(
 
     Args:
       cache: the cache, with the past tokens.
-      terms: the terms of the step. Keys that are computed from tokens contain only the new tokens.
+      terms: the terms of the decoding step. If a term computes its keys from tokens, it contains
+        only the keys of the new tokens.
       values: the values of the new tokens. If there are no new tokens, nothing is written.
-      at: the position of the first new token. All examples have the same position. None uses the
+      at: the position of the first new token. All examples have the same position. None means the
         length of the cache, which must then be a scalar.
-      mask: the mask of the step, in positions of the sequence. If examples differ in length,
-        `mask.key_lengths` says which of the new tokens are real. New tokens that are padding are
-        written as zeros, so that a NaN in padding does not reach later steps.
+      mask: the mask of the decoding step, which counts positions from the start of the sequence. If
+        examples differ in length, `mask.key_lengths` says which of the new tokens are real. The
+        keys and values of padding tokens are written as zeros, so that a NaN in padding does not
+        affect later steps.
 
     Returns:
-      The terms for all keys, all values, the mask for these keys, and the extended cache. Positions
-      that were not written yet contain zeros, and the mask must hide these positions.
+      A tuple of the terms with all keys, all values, the mask for all keys, and the extended cache.
+      At positions that have not been written yet, keys and values are zeros, and the mask must hide
+      them.
 
     Raises:
       ValueError: if the tokens do not fit into the cache, if they do not follow the cached tokens,
-        or if the cache was made for other terms. A cache that is not a window also accepts an
+        or if the cache was made for other terms. Unless the cache is a window, `at` may also be an
         earlier position, from which decoding starts again. If the position is traced, the function
         cannot raise an error, and writes NaN as the new values instead.
     """
@@ -192,8 +197,8 @@ def extend(
             "alignment."
         )
 
-    # New tokens that are padding are set to zero. The masks of decoding loops with single tokens
-    # have no `key_lengths`, so this step is skipped.
+    # The keys and values of padding tokens are set to zero. In a decoding loop with one token per
+    # step, the mask has no `key_lengths`, so nothing has to be set to zero.
     if n and mask.key_lengths is not None:
         real = (jnp.arange(n) + at)[None] < jnp.reshape(mask.key_lengths, (-1, 1))  # [b or 1, n]
         keys, values = jax.tree.map(lambda x: zero_padding(x, real), (keys, values))
@@ -202,17 +207,19 @@ def extend(
     new = jax.tree.map(cache.swap, (keys, values))
     if cache.window:
         attended, kept = _move_window(cache, new, at=at, valid=valid, lengths=mask.key_lengths)
-        # The first attended key is now m positions before the new tokens, so the mask is shifted.
+        # The first key in the window is m positions before the first new token, so the positions in
+        # the mask are shifted to match.
         mask = mask.slice_keys(at - cache.capacity, cache.capacity + n)
     else:
         attended = kept = _write(cache, new, at=at, valid=valid)
     if n == 0:
-        # In cross-attention, keys and values do not change in a decoding loop. Without the barrier,
-        # XLA would swap the axes before the loop, and copy the result in every step.
+        # In cross-attention, keys and values do not change in a decoding loop. Without the
+        # optimization barrier, XLA would swap the axes before the loop, and then copy the swapped
+        # arrays in every step.
         attended = jax.lax.optimization_barrier(attended)
 
-    # Keys and values are swapped back to [b, k, ...]. The loop below replaces the keys of the terms
-    # in the order in which the cache stores the keys.
+    # Keys and values are swapped back to [b, k, ...]. `map_arrays` then replaces the keys of the
+    # terms, in the order in which the cache stores them.
     all_keys, all_values = jax.tree.map(cache.swap, attended)
     cached = iter(all_keys)
     terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
@@ -235,7 +242,8 @@ def _move_window(
       new: the keys and values of n new tokens, in the layout of the cache.
       at: the position of the first new token.
       valid: the first result of `advance_length`.
-      lengths: the numbers of real tokens up to now, ``[b]``, or None if all new tokens are real.
+      lengths: the number of real tokens of each example so far, ``[b]``, or None if all new tokens
+        are real.
 
     Returns:
       The keys and values of all m + n positions, and the keys and values of the m positions that
@@ -245,7 +253,7 @@ def _move_window(
     n = first.shape[cache.position_axis(first)]
 
     def append(past: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the window of the past, followed by the new tokens, ``[b, h, m + n, ...]``."""
+        """Returns the past keys or values followed by the new ones, ``[b, h, m + n, ...]``."""
         both = jnp.concatenate([past, x.astype(past.dtype)], axis=cache.position_axis(x))
         return fill_invalid(both, valid)
 
@@ -265,10 +273,10 @@ def _move_window(
 
 
 def _write(cache: Cache, new: PyTree, *, at: _Length, valid: jax.Array | None) -> PyTree:
-    """Returns the keys and values of a cache with new tokens at their positions.
+    """Returns the cached keys and values after writing the new tokens at their positions.
 
     Args:
-      cache: a cache that holds the positions from 0 on.
+      cache: a cache whose arrays begin at position 0.
       new: the keys and values of the new tokens, in the layout of the cache.
       at: the position of the first new token.
       valid: the first result of `advance_length`.
@@ -295,34 +303,36 @@ def advance_length(
     capacity: int | None = None,
     exact: bool = False,
 ) -> tuple[jax.Array | None, _Length]:
-    """Checks that n new tokens may be at position `at`, and counts the tokens that were read.
+    """Checks that n new tokens may begin at position `at`, and returns the new length of the cache.
 
     Args:
       at: the position of the first new token.
       n: the number of new tokens.
-      length: the number of tokens that were read before this step, a scalar or ``[batch]``.
+      length: the number of tokens that the cache has read before this step, a scalar or
+        ``[batch]``.
       batch: the number of examples.
-      lengths: the numbers of real tokens up to now, ``[batch or 1]``, if examples differ in length.
-        Pass None if all new tokens are real.
+      lengths: the number of real tokens of each example so far, ``[batch or 1]``, if examples
+        differ in length. Pass None if all new tokens are real.
       capacity: an upper bound on the number of positions, or None if there is no limit.
-      exact: whether `at` must be equal to `length`. If it is False, `at` may also be smaller, and
-        decoding starts again from position `at`.
+      exact: whether `at` must be equal to `length`. If `exact` is False, `at` may also be smaller
+        than `length`, and decoding then starts again from position `at`.
 
     Returns:
       A pair ``(valid, length)``. `valid` says whether the position is valid. If the position is
       traced, `valid` is a bool scalar or ``[batch]``. If the position is known to be valid, `valid`
-      is None. `length` is the number of tokens that were read, a scalar, or ``[batch]`` if
-      `lengths` is given.
+      is None. `length` is the number of tokens that the cache has read after this step. It is a
+      scalar, or ``[batch]`` if `lengths` is given.
 
     Raises:
-      ValueError: if the position is invalid and nothing is traced.
+      ValueError: if the position is invalid and no argument is traced.
     """
     has_new_tokens = None if lengths is None else lengths > at  # [batch or 1]
     valid = None
     if n and all(is_concrete(x) for x in (at, length, lengths)):
         _check_position(at, n, length=length, lengths=lengths, capacity=capacity, exact=exact)
     elif n:
-        # Traced numbers cannot raise an error. The caller writes NaN where `valid` is False.
+        # The values of traced arrays are unknown, so an invalid position cannot raise an error
+        # here. Instead, the caller writes NaN for the examples whose `valid` is False.
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
         valid = jnp.logical_not(gap if has_new_tokens is None else gap & has_new_tokens)
         if capacity is not None:
@@ -345,7 +355,7 @@ def _check_position(
     capacity: int | None,
     exact: bool,
 ) -> None:
-    """Raises a `ValueError` if n new tokens may not be at a known position.
+    """Raises a `ValueError` if n new tokens may not begin at a position that is not traced.
 
     The arguments are the same as in `advance_length`.
     """
@@ -376,7 +386,7 @@ def _as_length(n: _Length) -> _Length:
 
 
 def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Returns an array ``[b, ...]`` with NaN in the examples that are not valid.
+    """Returns an array ``[b, ...]`` in which the entries of invalid examples are NaN.
 
     Args:
       x: the array.

@@ -1,17 +1,17 @@
-"""Hand-written gradients of first order, and functions with an implementation for each platform.
+"""Functions with hand-written gradients, and functions with an implementation for each platform.
 
 `with_gradient` works like `jax.custom_vjp`, but its forward and backward pass are opaque to JAX.
-JAX traces the passes of a plain `jax.custom_vjp`, which has two bad effects. Partial evaluation
-hoists the masks of a loop out of the loop, and keeps the masks for all examples. A `jax.checkpoint`
-policy may save the logits of every tile.
+JAX traces the forward and backward pass of a plain `jax.custom_vjp`, which has two bad effects.
+First, partial evaluation moves the computation of masks out of the loop over the examples, and then
+stores the masks of all examples. Second, a `jax.checkpoint` policy may save the logits of every
+tile.
 
 `platform_dependent` works like `jax.lax.platform_dependent`, but its functions are opaque to JAX.
-An implementation is traced only when a program is lowered for the platform of the implementation.
-The kernels of other platforms therefore cost no tracing time, and the modules that contain them are
-not even imported.
+An implementation is traced only when a program is lowered for its platform. Kernels for other
+platforms therefore cost no tracing time, and their modules are not even imported.
 
-`with_gradient` and `platform_dependent` use the JAX primitive `_opaque_p`. Each equation of
-`_opaque_p` in a program contains all implementations of a function.
+`with_gradient` and `platform_dependent` use the JAX primitive `_opaque_p`. In a jaxpr, an equation
+with this primitive contains all implementations of a function.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def with_gradient(
 ) -> Callable[[PyTree], _Output]:
     """Returns a function with a hand-written gradient.
 
-    All derivatives of the function except gradients of first order raise a `TypeError`.
+    Any derivative of the function other than a first-order gradient raises a `TypeError`.
 
     Args:
       forward: a function that maps the inputs to the output and the residuals. The residuals are
@@ -85,7 +85,7 @@ def with_gradient(
 
 
 def _opaque(function: Callable[..., PyTree], *args: PyTree) -> Any:
-    """Calls a function that JAX cannot look into, which is the same function on all platforms."""
+    """Calls a function that is opaque to JAX and has a single implementation for all platforms."""
     return platform_dependent(*args, default=function)
 
 
@@ -95,21 +95,23 @@ def platform_dependent(
     kernels: Mapping[str, Callable[[], Callable[..., PyTree] | None]] | None = None,
     **implementations: Callable[..., PyTree],
 ) -> Any:
-    """Calls the kernel or the implementation for the platform of the program, or else the default.
+    """Calls the kernel or the implementation for the program's platform, or else the default.
 
     All functions must return the same shapes and dtypes as the default. The functions must not
     close over arrays, because they are traced only when the program is lowered. Tracing uses the
     mesh and the precision of matrix products that are set when `platform_dependent` is called. The
-    functions are opaque to JAX, and they have no derivatives.
+    functions are opaque to JAX, so JAX cannot differentiate them.
 
     Args:
       *args: the arguments, pytrees of arrays.
       default: the function for all other platforms.
-      kernels: for each platform, a function without arguments that returns a kernel, or None if the
-        platform has no kernel that can take the arguments. A kernel takes precedence over an
-        implementation for the same platform. The compiler cannot divide a kernel over devices; see
-        `on_every_device`. The platforms have their names in lowering; see `lowering_platform`.
-      **implementations: functions by platform that the compiler can divide over devices.
+      kernels: maps the name of a platform to a function without arguments. The function returns the
+        kernel for the platform, or None if the platform has no kernel that can take the arguments.
+        A kernel takes precedence over an implementation for the same platform. The compiler cannot
+        divide a kernel over devices; see `on_every_device`. Platforms have the names that JAX's
+        lowering uses; see `lowering_platform`.
+      **implementations: maps the name of a platform to a function that the compiler can divide over
+        devices.
 
     Raises:
       ValueError: if a program with a kernel is lowered for several TPUs and no mesh was set. The
@@ -118,15 +120,17 @@ def platform_dependent(
     leaves, treedef = jax.tree.flatten(args)
 
     def flat(function: Callable[..., PyTree]) -> Callable[..., list[jax.Array]]:
-        """Returns the function with lists of arrays instead of pytrees, as primitives need it."""
+        """Returns the function with lists of arrays instead of pytrees, as primitives require."""
         run = _keep_precision(function)
         return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(treedef, leaves)))
 
-    # The default is traced immediately, because its results define the shapes of all results.
+    # The default is traced immediately, because it defines the shapes that all implementations must
+    # return.
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
     has_mesh = not jax.sharding.get_abstract_mesh().empty
 
-    # Kernels come first, because the first available function of a platform is used.
+    # Kernels are listed before implementations, because the first available function for a platform
+    # is used.
     others = []
     for platform, find in (kernels or {}).items():
         kernel = _LazyKernel(functools.cache(find))
@@ -141,10 +145,10 @@ def platform_dependent(
 def lowering_platform(backend: str) -> str:
     """Returns the name that JAX's lowering uses for a backend.
 
-    JAX has two names for NVIDIA's GPUs. `jax.default_backend` calls them ``gpu``, and so does
-    `explain`. Lowering calls them ``cuda``, because AMD's GPUs are lowered differently, as
-    ``rocm``. All other backends have a single name. Implementations and kernels are chosen when a
-    program is lowered, so their tables use the names of lowering.
+    JAX has two names for NVIDIA's GPUs. `jax.default_backend` and `explain` call NVIDIA's GPUs
+    ``gpu``. JAX's lowering calls them ``cuda``, and calls AMD's GPUs ``rocm``. All other backends
+    have a single name. Implementations and kernels are chosen when a program is lowered, so the
+    tables that list them use the names of JAX's lowering.
     """
     return "cuda" if backend == "gpu" else backend
 
@@ -172,7 +176,7 @@ class _LazyKernel(NamedTuple):
 def _keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that always runs with the current precision of matrix products.
 
-    The returned function may be traced later, when `jax.default_matmul_precision` has another
+    The returned function may be traced later, when `jax.default_matmul_precision` has a different
     value.
     """
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
@@ -244,7 +248,7 @@ def _opaque_batch(
 
 
 def _find_implementation(platform: str, others: _Implementations) -> _Implementation | None:
-    """Returns the first available implementation for a platform, or None for the default."""
+    """Returns the first available implementation for a platform, or None to use the default."""
     for other in others:
         if other.platform == platform and (other.kernel is None or other.kernel.is_available()):
             return other
@@ -263,7 +267,7 @@ def _evaluate_on(platform: str) -> Callable[..., list[jax.Array]]:
 
 
 def _lower_on(platform: str) -> Callable[..., Sequence[Any]]:
-    """Returns JAX's rule that lowers the primitive for a platform."""
+    """Returns the rule with which JAX lowers the primitive for a platform."""
     lower = mlir.lower_fun(_evaluate_on(platform), multiple_results=True)
 
     def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Sequence[Any]:
@@ -324,7 +328,10 @@ mlir.register_lowering(_tangent_p, _raise_first_order)
 
 
 def _reverse_only(x: jax.Array) -> jax.Array:
-    """Returns the array unchanged, with an error for all derivatives except reverse mode."""
+    """Returns the array unchanged.
+
+    All derivatives of this function except reverse mode raise an error.
+    """
     return _identity(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 

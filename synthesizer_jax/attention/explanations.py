@@ -1,8 +1,8 @@
 """Explanations of attention calls, which say which implementation runs and why.
 
-`explain` traces a function. During this trace, every call of attention appends an `Explanation` to
-a list in a context variable. Without `explain`, attention calls only write a line to the log, at
-level DEBUG.
+`explain` traces a function. During this trace, every call of `attend` appends an `Explanation` to a
+list in a context variable. Outside of `explain`, each call of `attend` only writes one line to the
+log, at level DEBUG.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Explanation:
         divide these array axes.
       kept_bytes: the number of bytes that are kept for the backward pass, on all devices together,
         or None if the number was not computed.
-      obstacles: the reasons why other routes or kernels do not run. The keys are the names of the
-        routes, ``kernels``, or ``engine`` for this package if the route is ``flax``.
+      obstacles: the reasons why other implementations do not run. A key is the name of a route, or
+        ``kernels`` for the kernels of the chosen route. If the route is ``flax``, the key
+        ``engine`` has the reason why this package does not compute the call.
     """
 
     route: str
@@ -94,12 +95,12 @@ def explain(
         function closes over an NNX layer with dropout, `explain` fails, because the trace cannot
         change the random state of the layer.
       *args: the arguments of the function. Arrays may be replaced by `jax.ShapeDtypeStruct`.
-      platform: ``cpu``, ``gpu`` or ``tpu``. None uses JAX's default platform.
+      platform: ``cpu``, ``gpu`` or ``tpu``. None means JAX's default platform.
       **kwargs: further arguments of the function.
 
     Returns:
-      One explanation for each call of `attend`, in the order of the calls. A layer inside of a scan
-      appears only once.
+      One explanation for each call of `attend`, in the order of the calls. A layer that runs inside
+      of a scan has only one explanation.
     """
     leaves, treedef = jax.tree.flatten((function, args, kwargs))  # an NNX layer is also a pytree
     is_array = [isinstance(x, _ARRAY_TYPES) for x in leaves]
@@ -127,13 +128,14 @@ def explain(
 def log_external_call(
     route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree
 ) -> None:
-    """Records a call of an attention function of another library.
+    """Records a call of an attention function from another library.
 
     Args:
       route: the name of the route in the explanation.
       kernel: a description of the code that computes the attention.
       function: the attention function, which takes ``(query, key, value, ...)``.
-      *args: the arguments of the function. Query and key are ``[b, q, h, e]`` and ``[b, k, h, e]``.
+      *args: the arguments of the function. The query has the shape ``[b, q, h, e]``, and the key
+        has the shape ``[b, k, h, e]``.
     """
     query, key, value, *rest = args
     batch, queries, heads, _ = query.shape
@@ -150,8 +152,9 @@ def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -
 
     Args:
       make: a function that returns the explanation, without `kept_bytes`.
-      residuals: a function that returns the arrays that are kept for the backward pass. Only
-        `explain` calls this function, because it traces the attention call and its gradient.
+      residuals: a function that returns the arrays that are kept for the backward pass. The
+        function traces the attention call and its gradient, which takes time, so it is called only
+        inside of `explain`.
     """
     explanations = _explanations.get()
     if explanations is None and not _log.isEnabledFor(logging.DEBUG):

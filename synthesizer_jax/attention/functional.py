@@ -50,31 +50,35 @@ def dot_product_attention(
     This function takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`.
     If there are more than 128 · 128 logits per head, neither the forward nor the backward pass
     creates an array ``[b, n, q, k]``. If all examples share a bias, the gradient of the bias is
-    summed over the examples in place. `jax.nn` first stores this gradient for every example.
+    summed over the examples in place. `jax.nn.dot_product_attention` first stores a separate
+    gradient for every example.
 
-    The function differs from `jax.nn.dot_product_attention` in two points:
+    The function differs from `jax.nn.dot_product_attention` in two ways:
 
     * The output of a query that may attend to no key is zero, and the query contributes no
-      gradient. For such queries, `jax.nn` returns the average of all values.
-    * The arguments `bias` and `mask` also accept types of this package.
+      gradient. For such queries, `jax.nn.dot_product_attention` returns the average of all values.
+    * The arguments `bias` and `mask` also accept objects of this package, such as a `Term` or
+      a `Mask`.
 
     Under `jax.vmap`, the gradient of a bias is stored for each element of the mapped axis and
     summed afterwards. To save memory, use the batch axis of `query` instead of `jax.vmap`.
 
     Args:
       query: ``[b, q, n, h]``, or ``[q, n, h]`` for one example.
-      key: ``[b, k, m, h]`` or ``[k, m, h]``. If m is smaller than n, m must divide n (multi-query
-        and grouped-query attention). Head i of the query then uses head ``i // (n / m)`` of the
-        key. The function repeats keys and values to n heads.
+      key: ``[b, k, m, h]`` or ``[k, m, h]``. If the number m of key heads is smaller than the
+        number n of query heads, m must divide n (multi-query and grouped-query attention). Head i
+        of the query then uses head ``i // (n / m)`` of the key. The function repeats the heads of
+        keys and values to get n heads.
       value: ``[b, k, m, e]`` or ``[k, m, e]``. The width e of the values may differ from the width
         h of the keys.
       bias: a bias that is added to the scaled logits, or a tuple of biases. A bias may be an array,
         the result of `relative_bias` for T5's bias, or a term: `static`, `relative`, `low_rank` or
         `outer`. An array must be broadcastable to ``[b, n, q, k]``. If an array has no batch axis,
-        or a batch axis of size 1, all examples share the bias. A bias per example and key,
-        ``[b, n or 1, 1, k]``, such as an additive padding mask, costs almost nothing. In a bias per
-        example and key, infinity is replaced by the largest finite bfloat16. A bias per example and
-        query, ``[b, n or 1, q, k]``, is processed one example at a time if the examples are large.
+        or a batch axis of size 1, all examples share the bias. A bias ``[b, n or 1, 1, k]`` that
+        all queries share, such as an additive padding mask, costs almost nothing. If an array has
+        this shape, its infinities are replaced by the largest finite bfloat16. A bias
+        ``[b, n or 1, q, k]`` that differs between examples and queries is processed one example at
+        a time if the sequences are long.
       mask: a bool array, broadcastable to ``[b, n, q, k]``, which is True if the query may attend
         to the key. A mask of keys, ``[b or 1, 1, 1, k]``, is faster than other mask arrays. The
         argument may also be a `Mask`, which cannot be combined with the other masking arguments. If
@@ -83,17 +87,18 @@ def dot_product_attention(
       scale: a scalar that is multiplied with the products of queries and keys. None means
         ``h ** -0.5``.
       is_causal: whether a query may attend only to keys up to its own position.
-      query_seq_lengths: ``[b]`` integers. The queries from this position on are padding, and their
-        outputs are zero.
-      key_value_seq_lengths: ``[b]`` integers. The keys from this position on are padding.
+      query_seq_lengths: ``[b]`` integers, the number of real queries of each example. All later
+        queries are padding, and their outputs are zero.
+      key_value_seq_lengths: ``[b]`` integers, the number of real keys of each example. All later
+        keys are padding.
       local_window_size: ``(left, right)``. Query i may attend only to the keys from ``i - left`` to
-        ``i + right``. A single number is used for both sides.
+        ``i + right``. A single number applies to both sides of the query.
       implementation: as in `attend`. The route ``reference`` has derivatives of every order and
         mode.
       partition: the axes of the surrounding mesh that divide examples, heads and queries, as in
-        `attend`. If the mesh axes are explicit, None uses the axes in the types of query, key and
-        value. If the mesh axes are automatic, pass a partition, because the compiler would
-        otherwise gather the arguments on every device.
+        `attend`. If the mesh axes are explicit, None means that the axes are read from the types of
+        query, key and value. If the mesh axes are automatic, pass a partition, because the compiler
+        would otherwise gather the arguments on every device.
 
     Returns:
       The output ``[b, q, n, e]`` or ``[q, n, e]``, in the dtype of the inputs. Logits and softmax
@@ -107,7 +112,7 @@ def dot_product_attention(
     query, key, value = _with_batch(*arrays)
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
 
-    # The arguments of `jax.nn` that mask queries or keys are converted to a `Mask`.
+    # The masking arguments of `jax.nn.dot_product_attention` are converted to a `Mask`.
     window: Any = local_window_size
     if window is not None:
         window = tuple(window) if isinstance(window, tuple | list) else (window, window)
@@ -233,7 +238,7 @@ def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
 
 
 def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
-    """Returns the array with four axes, each of size 1 or of the size of the logits' axis.
+    """Returns the array with four axes, each of size 1 or of the same size as in the logits.
 
     Raises:
       ValueError: if the array does not broadcast to the logits.
@@ -288,8 +293,8 @@ def _biases(
         array = array.astype(jnp.promote_types(dtype, jnp.float32))
     full = _broadcast_rank("bias", array, sizes)  # [b or 1, n or 1, q or 1, k or 1]
 
-    # A bias that all examples share becomes a `Static` term. A bias per example and key becomes a
-    # `LowRank` term.
+    # A bias that all examples share becomes a `Static` term. A bias that all queries share becomes
+    # a `LowRank` term.
     if full.shape[0] == 1:
         return (_bias_term(full, sizes[1:]),), ()
     if full.shape[2] == 1:
@@ -298,34 +303,35 @@ def _biases(
 
 
 def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
-    """Returns a bias per example and key as a `LowRank` term, whose queries are ones.
+    """Converts a bias that all queries share to a `LowRank` term whose queries are ones.
 
     The fast routes compute a product of queries and keys in any case, so the bias costs only three
     more columns of queries and keys. Each number of the bias is split into a sum of three numbers
-    that bfloat16 holds exactly. A matrix product does not round numbers that bfloat16 holds
-    exactly. Even products of float32 arrays on TPUs, which use bfloat16 inputs, do not round such
-    numbers. The gradient flows only through the first of the three numbers, because all three
-    numbers have the same cotangent.
+    that bfloat16 represents exactly. Matrix products do not round such numbers, even on TPUs, where
+    the factors of a float32 product are rounded to bfloat16. All three numbers have the same
+    cotangent, so only the first number passes its cotangent on to the bias.
 
     Args:
       bias: ``[b, n or 1, 1, k or 1]``.
       sizes: the sizes of the logits.
       dtype: the dtype of the query.
     """
-    dtype = jnp.promote_types(dtype, jnp.bfloat16)  # float32 for float16, whose range is too small
+    dtype = jnp.promote_types(dtype, jnp.bfloat16)  # the range of float16 is too small
     shape = sizes.batch, sizes.heads, sizes.keys
     bias = bias[:, :, 0].astype(jnp.promote_types(dtype, jnp.float32))
     largest = float(jnp.finfo(jnp.bfloat16).max)  # 0 · inf would be NaN
     bias = jnp.broadcast_to(jnp.clip(bias, -largest, largest), shape).transpose(0, 2, 1)
-    moderate = jnp.abs(bias) < 1e38  # [b, k, n]; larger numbers only hide keys
+    # Larger numbers are used only to hide keys, so they do not need to be split exactly.
+    moderate = jnp.abs(bias) < 1e38  # [b, k, n]
     rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
 
-    # Rounding to 7 bits of mantissa gives a bfloat16. `high` holds the first 8 significant bits of
-    # the bias, and `middle` holds the next 8 bits. The third number holds the remaining bits.
+    # A float32 that is rounded to 7 mantissa bits is also a bfloat16. `high` holds the first 8
+    # significant bits of the bias, and `middle` holds the next 8 bits. The third number holds the
+    # remaining bits.
     high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
     middle = jax.lax.reduce_precision(rest - high, exponent_bits=8, mantissa_bits=7)
-    # The sum ``bias + (high - rest)`` equals `high` for moderate numbers, and passes the gradient
-    # to the bias.
+    # For moderate numbers, the sum ``bias + (high - rest)`` equals `high`, and its gradient flows
+    # to `bias`.
     parts = bias + (high - rest), middle, rest - high - middle
     keys = jnp.stack(parts, axis=-1).astype(dtype)  # [b, k, n, 3]
     queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
@@ -352,10 +358,10 @@ def _attend_examples(
     implementation: str,
     partition: Partition | None,
 ) -> jax.Array:
-    """Computes `attend` with biases that differ between examples, in one call per example.
+    """Calls `attend` separately for each example, for biases that differ between examples.
 
-    Small examples are computed in parallel by `jax.vmap`. Large examples are computed sequentially
-    by `jax.lax.map`.
+    If the examples have few logits, they are computed in parallel by `jax.vmap`. Otherwise they are
+    computed one after another by `jax.lax.map`.
 
     Args:
       terms: the terms of the logits, without the biases.

@@ -1,8 +1,8 @@
 """Defines the inputs of the fused route, and the statistics that its backward pass reads.
 
 The fused route, the kernels of the fused route, and the static route import the types in this
-module. The types have a separate module to avoid circular imports. A route imports its kernels, and
-both the route and the kernels import this module.
+module. The types have a separate module to avoid circular imports: a route imports the module of
+its kernels, and both modules need these types.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Biases(NamedTuple):
 
     Attributes:
       tables: terms with one number for each query and key.
-      diagonals: terms with one number for each distance ``key - query``, cut to the distances
-        between the queries and keys of this call.
+      diagonals: terms with one number for each distance ``key - query`` between the queries and
+        keys of this call.
     """
 
     tables: tuple[Static, ...] = ()
@@ -46,8 +46,8 @@ class Biases(NamedTuple):
         """Returns the sum of all tables and the sum of all diagonals.
 
         The sum of the tables is None if there are no tables. The sum of the diagonals is None if
-        there are no diagonals. The sums are float32. If there is only one table, the table keeps
-        its dtype, so that kernels read fewer bytes.
+        there are no diagonals. Both sums are float32, except that a single table keeps its dtype,
+        so that kernels read fewer bytes.
         """
         tables = [term.logits for term in self.tables]
         diagonals = [term.logits.astype(jnp.float32) for term in self.diagonals]
@@ -77,7 +77,7 @@ class FusedInputs(NamedTuple):
     positions: tuple[jax.Array, jax.Array] | None = None
 
     def cleared(self, q_length: int) -> FusedInputs:
-        """Returns the inputs with zeros for padding; see `clear_padding`."""
+        """Returns the inputs with all padding set to zero; see `clear_padding`."""
         real = self.mask.clearing_masks(q_length, self.values.shape[1])
         products, values = clear_padding(self.products, self.values, *real)
         return self._replace(products=products, values=values)
@@ -96,9 +96,11 @@ class SoftmaxStats(NamedTuple):
     """Two numbers for each row of logits, from which the backward pass recomputes the weights.
 
     Attributes:
-      row_max: the maximum of the row, ``[b, q, h, 1]``. The maximum is 0 for a row without keys.
-      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``. The inverse sum is 0 for
-        padding queries and for rows without keys, so that all weights of such a row are 0.
+      row_max: the maximum of the row, ``[b, q, h, 1]``. If the mask allows no key in a row,
+        `row_max` is 0.
+      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``. If the query of a row is
+        padding, or if the mask allows no key in the row, `inverse_row_sum` is 0, so that all
+        weights of the row are 0.
     """
 
     row_max: jax.Array

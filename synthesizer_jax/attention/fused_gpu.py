@@ -1,29 +1,28 @@
 """The Pallas kernels of the fused route for NVIDIA's GPUs, which Triton compiles.
 
 The kernels compute ``O = softmax(S) V`` and its gradients without an array of all logits S. The
-logits of one head and one example are cut into tiles. Each tile of logits belongs to a tile of
-queries and a tile of keys. A program holds one tile of logits at a time, in registers. The fused
-route has four kernels for GPUs:
+logits of one head and one example are cut into tiles. A program computes one tile of logits at a
+time, from a tile of queries and a tile of keys, and holds it in registers. The fused route has four
+kernels for GPUs:
 
-=======  ===============================  ==============  ==================================
-kernel   a program writes                 it loops over   module
-=======  ===============================  ==============  ==================================
-forward  a tile of queries' outputs       tiles of keys   `fused_gpu`
-queries  a tile of queries' cotangents    tiles of keys   `fused_gpu_backward`
-keys     cotangents of a tile of keys     tiles of        `fused_gpu_backward`
-         and values                       queries
-bias     a tile of the bias' cotangent    examples, and   `fused_gpu_backward`
-                                          a diagonal
-=======  ===============================  ==============  ==================================
+* In the forward kernel, a program loops over key tiles, and writes the outputs of a query tile.
+* In the queries kernel, a program loops over key tiles, and writes the cotangents of a query tile.
+* In the keys kernel, a program loops over query tiles, and writes the cotangents of the keys and
+  values of a key tile.
+* In the bias kernel, a program loops over examples, and also along a diagonal of tiles if the bias
+  is relative. It writes the sum of the cotangents of these tiles of logits.
+
+This module contains the forward kernel, and `fused_gpu_backward` contains the other three kernels.
 
 The forward kernel loops over the keys once. The largest logit of a row is not known until the loop
 ends. The forward kernel therefore keeps a running maximum, and rescales its sums when the maximum
-grows (Dao 2023, FlashAttention-2, section 3.1). The forward kernel returns the maximum and the sum
-of each row. The backward kernels recompute the weights of a tile from the maximum and the sum.
+grows (Dao 2023, FlashAttention-2, section 3.1). For each row of logits, the forward kernel returns
+the maximum, and the inverse of the sum of exponentials. The backward kernels recompute the weights
+of a tile from these two numbers.
 
-`fused_gpu_geometry` defines how tiles are cut, and `fused_gpu_logits` computes the logits of a
-tile. The comments write S for the logits, P for the weights, Q, K and V for the rows of queries,
-keys and values, and O for the outputs. A tile has bq queries and bk keys.
+`fused_gpu_geometry` defines how arrays are cut into tiles, and `fused_gpu_logits` computes the
+logits of a tile. The comments write S for the logits, P for the weights, Q, K and V for the rows of
+queries, keys and values, and O for the outputs. A tile has bq queries and bk keys.
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ def obstacle(inputs: FusedInputs) -> str | None:
         return "Mask.query_offset is traced, but the kernels need to know its value."
     if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
         return "The kernels do not support 64-bit numbers."
-    # Triton's offsets have 32 bits. `Mask.allowed` is int8, so its offsets count bytes.
+    # Triton computes offsets in arrays as 32-bit integers. The kernels get `Mask.allowed` as int8,
+    # so its offsets count bytes.
     if mask.allowed is not None and mask.allowed.size > 2**31:
         return f"Mask.allowed has more than {2**31:,} entries, which is too large for the kernels."
     widest = max(x.shape[-1] for x in (values, *jax.tree.leaves(products)))
@@ -108,8 +108,8 @@ def forward(
     batch, _, heads, width = inputs.values.shape
     operands = make_operands(inputs, q_length)
 
-    # `jax.jit` has traced the offset of the mask, unless the offset is 0. A kernel can read traced
-    # numbers only if they are its arguments, so the static number is put back into the mask.
+    # `jax.jit` traces the offset of the mask, unless the offset is 0. A kernel can read a traced
+    # number only if it is an argument of the kernel, so the mask gets the static offset again.
     mask = dataclasses.replace(inputs.mask, query_offset=query_offset)
     tiling = make_tiling("forward", operands, mask, q_length, soft_cap)
 
@@ -138,11 +138,12 @@ def forward(
 
 
 class _OnlineSoftmax(NamedTuple):
-    """The sums for a tile of queries, over the keys that the program has read so far.
+    """The state of the online softmax for a tile of queries, after the keys read so far.
 
     Attributes:
       weighted_sum: ``Σ exp(S - row_max) V``, ``[bq, e]`` float32.
-      row_max: the largest logit of each row, ``[bq]`` float32, which is -inf before the first key.
+      row_max: the largest logit of each row so far, ``[bq]`` float32. It is -inf before the first
+        key.
       row_sum: ``Σ exp(S - row_max)``, ``[bq]`` float32.
     """
 
@@ -168,7 +169,8 @@ def _forward_kernel(
     def add_keys(j: Scalar, sums: _OnlineSoftmax) -> _OnlineSoftmax:
         """Returns the sums after the keys of tile j are added."""
         tile = tiling.tile(i, j)
-        keys, values = program.load_keys(tile.keys)  # [bk, r] for every term, [bk, e]
+        # `keys` contains an array [bk, r] for every term. The shape of `values` is [bk, e].
+        keys, values = program.load_keys(tile.keys)
         logits, allowed = logits_tile(program, tile, queries, keys)
         logits = forbid(logits, allowed)  # [bq, bk]
 
@@ -177,14 +179,15 @@ def _forward_kernel(
         new_max = jnp.maximum(sums.row_max, jnp.max(logits, axis=1))  # [bq]
         finite_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
 
-        # The weights E = exp(S - max) are not normalized inside the loop. The output O = E V / Σ E
-        # is divided by the sum of the weights only once, after the loop.
+        # The weights E = exp(S - max) are not normalized inside the loop. After the loop, the
+        # output O = (E V) / Σ E is divided once by the sum of the weights.
         weights = exp(logits - finite_max[:, None])  # [bq, bk]
+
         # The factor exp(old maximum - new maximum) rescales the sums to the new maximum.
         rescale = exp(sums.row_max - finite_max)  # [bq]
-        # As in FlashAttention, the sum contains the float32 weights, but the product with V rounds
-        # the weights to the dtype of V. The TPU kernel and the loop sum the rounded weights
-        # instead. The results differ only by rounding errors.
+        # As in FlashAttention, `row_sum` adds up the float32 weights, but the product with V uses
+        # weights that are rounded to the dtype of V. The TPU kernel and `fused_loop` add up the
+        # rounded weights instead. The results differ only by rounding errors.
         weighted_sum = sums.weighted_sum * rescale[:, None]  # [bq, e]
         weighted_sum += matmul(weights.astype(values.dtype), values)
         row_sum = sums.row_sum * rescale + jnp.sum(weights, axis=1)  # [bq]
@@ -199,7 +202,8 @@ def _forward_kernel(
     first, last = program.visible_keys(i)
     sums = lax.fori_loop(first, last, add_keys, no_keys)
 
-    # Rows without keys and rows of padding queries become zero instead of 0 / 0.
+    # In rows without an allowed key and in rows of padding queries, the output is set to zero,
+    # because the division would compute 0 / 0.
     has_keys = sums.row_sum > 0.0
     if refs.query_ends is not None:
         has_keys &= query_tile.is_before(refs.query_ends, example)
@@ -228,7 +232,7 @@ def backward(
       soft_cap: the argument `soft_cap` of `attend`.
       inputs: the inputs of `forward`.
       stats: the row statistics that `forward` returned.
-      delta: `softmax_vjp_delta` of the output and its cotangent, ``[b, q, h, 1]``.
+      delta: the result of `softmax_vjp_delta` for the output and its cotangent, ``[b, q, h, 1]``.
       dout: the cotangent of the output, ``[b, q, h, e]``.
       interpret: whether to run the kernels in Python, without a GPU.
     """
@@ -246,17 +250,17 @@ def backward(
     dqueries = call_by_queries(tiling("queries"), operands, residuals, interpret=interpret)
     dkeys, dvalues = call_by_keys(tiling("keys"), operands, residuals, interpret=interpret)
 
-    # The bias kernel returns the cotangents of two sums, the sum of all tables and the sum of all
-    # diagonals. The derivative of `Biases.sums` gives the cotangents of the single terms.
+    # The bias kernel returns the cotangent of the sum of all tables, and the cotangent of the sum
+    # of all diagonals. `sums_vjp` converts them to the cotangents of the individual terms.
     _, sums_vjp = jax.vjp(Biases.sums, inputs.biases)
     dsums = call_by_bias(tiling("bias"), operands, residuals, interpret=interpret)
     sums = (operands.table, operands.diagonals)
     (dbiases,) = sums_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), dsums, sums))
 
     def finish(d: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the cotangent of an array, in the shape and dtype of the array.
+        """Converts a kernel's result to the cotangent of an array, in the array's shape and dtype.
 
-        The cotangent is summed over the examples if the examples share the array. Columns that
+        If all examples share the array, the cotangents of the examples are summed. The columns that
         `fill_width` added are removed.
         """
         d = d if d.shape[0] == x.shape[0] else d.sum(axis=0, keepdims=True)

@@ -3,18 +3,23 @@
 The kernels recompute the weights ``P = exp(S - max) / Σ exp(S - max)`` from the statistics of the
 forward kernel. With ``delta = Σ_e dO ∘ O``, the cotangents are::
 
-    dP = dO Vᵀ          dS = P ∘ (dP - delta)          for every tile
-    dQ = dS K           dK = dSᵀ Q                     dV = Pᵀ dO
+    dP = dO Vᵀ
+    dS = P ∘ (dP - delta)
+    dQ = dS K
+    dK = dSᵀ Q
+    dV = Pᵀ dO
 
 dQ is a sum over keys, dK and dV are sums over queries, and the cotangent of the bias is a sum of dS
 over examples. If one kernel computed all cotangents, several programs would add to the same rows.
-The additions would have to be atomic operations, whose order changes from run to run. The backward
-pass therefore runs three kernels. Each kernel recomputes the tiles that it needs, and each program
-writes its own part of a result. The order of every sum is the same in every run.
+The additions would have to be atomic operations, and the order of atomic operations changes from
+run to run. The backward pass therefore runs three kernels. Each kernel recomputes the tiles of
+logits that it needs, and each program writes a separate part of a result. Repeated runs therefore
+add numbers in the same order, and give identical results.
 
-With a relative bias, all logits on a diagonal share one number. The kernel of the bias therefore
-adds up all square tiles on one diagonal *of tiles*, for several examples, before it writes the sum.
-The size of the sums grows with the sequence length, not with the square of the sequence length.
+A relative bias adds the same number to all logits on a diagonal. A program of the bias kernel
+therefore adds up all square tiles along one diagonal *of tiles*, for several examples, before it
+writes the sum. The memory for these sums grows linearly with the sequence length, not
+quadratically.
 """
 
 from __future__ import annotations
@@ -55,10 +60,10 @@ from synthesizer_jax.attention.mesh_axes import match_varying_axes
 from synthesizer_jax.attention.terms import expand_diagonals
 
 BIAS_PROGRAMS = 1024
-"""The approximate number of programs that the kernel of the bias needs to keep a GPU busy."""
+"""The approximate number of programs that the bias kernel needs to keep a GPU busy."""
 
 MIN_BIAS_EXAMPLES = 4
-"""The smallest number of examples that a program of the kernel of the bias adds up.
+"""The smallest number of examples that a program of the bias kernel adds up.
 
 With fewer examples, programs would write about as many bytes as they read.
 """
@@ -127,7 +132,7 @@ def _queries_kernel(
 ) -> None:
     """Computes the cotangents of one tile of queries.
 
-    In this kernel, the rows of a tile of logits are queries.
+    In this kernel, the rows of a tile of logits belong to queries.
     """
     i = pl.program_id(0)
     example = pl.program_id(2)
@@ -137,12 +142,13 @@ def _queries_kernel(
     residuals = _load_residuals(residual_refs, example, query_tile)
 
     def add_keys(j: Scalar, totals: list[jax.Array]) -> list[jax.Array]:
-        """Adds the contribution of tile j of keys to the cotangents of the queries."""
+        """Adds the contribution of key tile j to the cotangents of the queries."""
         tile = tiling.tile(i, j)
         keys, values = program.load_keys(tile.keys)
         rows = TileRows(queries, keys, values)
         _, dlogits = _backward_tile(program, tile, rows, residuals)  # [bq, bk]
-        # dQ = dS K, [bq, r] for every term
+        # dQ = dS K for every term.
+        # The shape of dQ is [bq, r].
         return [
             total + matmul(dlogits.astype(key_rows.dtype), key_rows)
             for total, key_rows in zip(totals, keys, strict=True)
@@ -187,31 +193,34 @@ def _keys_kernel(
 ) -> None:
     """Computes the cotangents of one tile of keys and values.
 
-    In this kernel, the rows of a tile of logits are keys. The kernel computes dSᵀ and Pᵀ directly,
-    so the products dSᵀ Q and Pᵀ dO need no transposition.
+    In this kernel, the rows of a tile of logits belong to keys. The kernel computes dSᵀ and Pᵀ
+    directly, so the products dSᵀ Q and Pᵀ dO need no transposition.
     """
     j = pl.program_id(0)
     example = pl.program_id(2)
     program = Program(tiling, refs, example)
     key_tile = tiling.key_tile(j)
-    keys, values = program.load_keys(key_tile)  # [bk, r] for every term, [bk, e]
+    # `keys` contains an array [bk, r] for every term. The shape of `values` is [bk, e].
+    keys, values = program.load_keys(key_tile)
 
     def add_queries(
         i: Scalar, totals: tuple[list[jax.Array], jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Adds the contribution of tile i of queries to the cotangents of keys and values."""
+        """Adds the contribution of query tile i to the cotangents of the keys and values."""
         key_totals, value_total = totals
         tile = tiling.tile(i, j, transposed=True)
         queries = program.load_queries(tile.queries)
         residuals = _load_residuals(residual_refs, example, tile.queries)
         rows = TileRows(queries, keys, values)
         weights, dlogits = _backward_tile(program, tile, rows, residuals)  # [bk, bq]
-        # dK = dSᵀ Q, [bk, r] for every term
+        # dK = dSᵀ Q for every term.
+        # The shape of dK is [bk, r].
         key_totals = [
             total + matmul(dlogits.astype(query_rows.dtype), query_rows)
             for total, query_rows in zip(key_totals, queries, strict=True)
         ]
-        # dV = Pᵀ dO, [bk, e]
+        # dV = Pᵀ dO.
+        # The shape of dV is [bk, e].
         dout = residuals.dout
         return key_totals, value_total + matmul(weights.astype(dout.dtype), dout)
 
@@ -235,7 +244,8 @@ def call_by_bias(
     """Runs the kernel of the bias, and returns the cotangents of the table and the diagonals.
 
     The cotangent of the table has the shape ``[h, q, k]``, and the cotangent of the diagonals has
-    the shape ``[h, q + k - 1]``. A cotangent is None if the operand is absent.
+    the shape ``[h, q + k - 1]``. The cotangent of the table is None if there is no table. The
+    cotangent of the diagonals is None if there are no diagonals.
     """
     if not operands.has_bias:
         return None, None
@@ -248,8 +258,9 @@ def call_by_bias(
     batch, _, heads, width = operands.values.shape
     work = _BiasWork(tiling.counts, by_diagonal=operands.table is None)
 
-    # Each program adds up one part of the examples. With more parts, more programs run in parallel,
-    # but more sums must be written and added up afterwards.
+    # The examples are divided into parts, and each program adds up the examples of one part. With
+    # more parts, more programs run in parallel, but more sums must be written and added up
+    # afterwards.
     programs = BIAS_PROGRAMS * (4 if work.by_diagonal else 1)  # long diagonals take more time
     wanted = min(programs // (work.num_sums * heads), batch // MIN_BIAS_EXAMPLES)
     parts = _largest_divisor(batch, wanted)
@@ -270,7 +281,8 @@ def call_by_bias(
     if work.by_diagonal:
         return None, _sum_diagonals(sums, q_count * side, q_length, k_length)
 
-    # There is one sum for each tile. [i · j, h, side, side] → [h, q, k]
+    # `sums` contains one square tile of the table for each pair (i, j). The tiles are joined, which
+    # turns [i · j, h, side, side] into [h, q, k].
     table = sums.reshape(q_count, k_count, heads, side, side).transpose(2, 0, 3, 1, 4)
     table = table.reshape(heads, q_count * side, k_count * side)[:, :q_length, :k_length]
     if operands.diagonals is None:
@@ -281,7 +293,7 @@ def call_by_bias(
 
 @dataclasses.dataclass(frozen=True)
 class _BiasWork:
-    """Assigns tiles of logits to the programs of the kernel of the bias.
+    """Assigns tiles of logits to the programs of the bias kernel.
 
     Attributes:
       counts: the number of tiles of queries and the number of tiles of keys.
@@ -295,22 +307,26 @@ class _BiasWork:
 
     @property
     def num_sums(self) -> int:
-        """The number of sums, which is the number of diagonals of tiles or the number of tiles."""
+        """The number of sums.
+
+        There is one sum for each diagonal of tiles if `by_diagonal` is true, and otherwise one sum
+        for each tile.
+        """
         q_count, k_count = self.counts
         return q_count + k_count - 1 if self.by_diagonal else q_count * k_count
 
     def first_tile(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """Returns the indices i and j of the first tile of a sum, and its tiles per example.
+        """Returns the indices i and j of a sum's first tile, and the number of tiles per example.
 
-        The third result is the number of tiles of each example that the sum adds up. Diagonal 0
-        contains only the tile of the last queries and the first keys. From one tile of a diagonal
-        to the next, both i and j grow by 1.
+        A sum along a diagonal adds up several tiles of each example. Diagonal 0 contains only the
+        tile of the last queries and the first keys. From one tile of a diagonal to the next, both i
+        and j increase by 1.
         """
         q_count, k_count = self.counts
         if not self.by_diagonal:
             return lax.div(number, jnp.int32(k_count)), lax.rem(number, jnp.int32(k_count)), 1
-        # Diagonals below the main diagonal begin at the left edge. Other diagonals begin at the
-        # top edge.
+        # Diagonals below the main diagonal begin at the left edge of the logits. Other diagonals
+        # begin at the top edge.
         below_corner = q_count - 1 - number
         right_of_corner = number - (q_count - 1)
         i = jnp.maximum(below_corner, 0)
@@ -326,7 +342,7 @@ def _bias_kernel(
     residual_refs: Residuals,
     result: Ref,
 ) -> None:
-    """Adds up the cotangents dS of the tiles of one sum, over one part of the examples.
+    """Adds up dS over the tiles of one sum, for one part of the examples.
 
     The axes of `result` are ``[part, number of the sum, side, side]``.
     """
@@ -337,9 +353,9 @@ def _bias_kernel(
     bias = bias_tile(refs, tiling.tile(first_i, first_j))
 
     def add_tile(t: Scalar, total: jax.Array) -> jax.Array:
-        """Adds the cotangents of tile t to the total.
+        """Adds dS of tile number t to the total.
 
-        Tiles are numbered along the diagonal of the first example, then of the next example.
+        Tiles are numbered along the diagonal, first for the first example, and then for the next.
         """
         example: Scalar = t
         step: Scalar = 0
@@ -361,7 +377,7 @@ def _bias_kernel(
 
 
 def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> jax.Array:
-    """Returns the sums along the diagonals of all logits, ``[h, q + k - 1]``.
+    """Returns the sum along each diagonal of the logits, ``[h, q + k - 1]``.
 
     Args:
       sums: the sum of the square tiles on each diagonal of tiles, ``[n, h, s, s]``.
@@ -371,12 +387,14 @@ def _sum_diagonals(sums: jax.Array, rows: int, q_length: int, k_length: int) -> 
     """
     count, heads, side, _ = sums.shape
 
-    # The transpose sums along the diagonals of each square. [n, h, s, s] → [n, h, 2 s - 1]
+    # The transpose of `expand_diagonals` sums along the diagonals of each square, from shape
+    # [n, h, s, s] to shape [n, h, 2 s - 1].
     like, _ = match_varying_axes(jnp.zeros((count, heads, 2 * side - 1), sums.dtype), sums)
     (diagonals,) = jax.linear_transpose(lambda x: expand_diagonals(x, side), like)(sums)
 
     # Neighboring squares lie s diagonals apart, and each square covers 2 s - 1 diagonals. The first
-    # s - 1 diagonals of a square are therefore the last s - 1 diagonals of the square before.
+    # s - 1 diagonals of a square are therefore also the last s - 1 diagonals of the previous
+    # square.
     total = jnp.zeros((heads, (count + 1) * side), sums.dtype)
     low = diagonals[..., :side]
     high = jnp.pad(diagonals[..., side:], ((0, 0), (0, 0), (0, 1)))
@@ -405,9 +423,10 @@ def _load_residuals(refs: Residuals, example: Scalar, tile: RowTile) -> Residual
         inverse_row_sum=load_vector(refs.inverse_row_sum, example, tile),
         delta=load_vector(refs.delta, example, tile),
     )
-    # The maximum is set to ∞ in rows that are padding or beyond the length, so that the weights of
-    # such a row are exp(-∞) = 0 for every bias. With a maximum of 0, the exponential of a large
-    # bias would overflow to ∞, and ∞ times an inverse sum of 0 would be NaN.
+    # The maximum is set to ∞ in the rows of padding queries, and in rows beyond the last query. The
+    # weights of such a row are then exp(-∞) = 0, even if the bias is large. With a maximum of 0,
+    # the exponential of a large bias would overflow to ∞, and ∞ times an inverse sum of 0 would be
+    # NaN.
     row_max = jnp.where(loaded.inverse_row_sum > 0.0, loaded.row_max, jnp.inf)
     return loaded._replace(row_max=row_max)
 
@@ -426,29 +445,28 @@ def _backward_tile(
       tile: the position of the tile, and whether its rows are keys.
       rows: the queries, keys and values of the tile.
       residuals: the residuals of the tile's queries, from `_load_residuals`.
-      bias: the result of `bias_tile` if it was computed already, or None.
+      bias: the result of `bias_tile`, or None if it has not been computed yet.
     """
 
     def per_query(x: jax.Array) -> jax.Array:
-        """Returns a vector ``[bq]`` along the tile's axis of queries."""
+        """Reshapes a vector ``[bq]`` to lie along the tile's axis of queries."""
         return put_on_axis(x, tile.query_axis)
 
     logits, allowed = logits_tile(program, tile, rows.queries, rows.keys, bias)
-    # P = exp(S - max) / Σ exp
+    # The weights are P = exp(S - max) / Σ exp(S - max).
     weights = exp(forbid(logits, allowed) - per_query(residuals.row_max))
     weights *= per_query(residuals.inverse_row_sum)
 
-    # dP = dO Vᵀ. If the tile is transposed, dPᵀ = V dOᵀ is computed instead of dP.
+    # dP = dO Vᵀ. If the tile is transposed, dPᵀ = V dOᵀ is computed instead.
     if tile.transposed:
         dweights = matmul_nt(rows.values, residuals.dout)
     else:
         dweights = matmul_nt(residuals.dout, rows.values)
-    # dS = P ∘ (dP - delta)
+    # The cotangent of the logits is dS = P ∘ (dP - delta).
     dlogits = weights * (dweights - per_query(residuals.delta))
 
     soft_cap = program.tiling.soft_cap
     if soft_cap is not None:
-        # The logits are c · tanh(x / c) with the soft cap c. The derivative of the soft cap is
-        # 1 - tanh²(x / c).
+        # With a soft cap c, the logits are c · tanh(x / c), whose derivative is 1 - tanh²(x / c).
         dlogits *= 1.0 - (logits / soft_cap) ** 2
     return weights, dlogits

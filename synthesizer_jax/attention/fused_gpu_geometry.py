@@ -1,4 +1,4 @@
-"""Defines the tiles of the GPU kernels of the fused route, and loads and stores them.
+"""Defines the tiles of the GPU kernels of the fused route, and functions to load and store tiles.
 
 A *tile* is the piece of an array that a program holds in registers. The logits of one head and one
 example are a matrix ``[q, k]``. Each tile of the matrix belongs to a tile of queries and a tile of
@@ -13,13 +13,13 @@ keys::
               │       │       │       │
               └───────┴───────┴───────┘
 
-A *program* runs on one thread block of the GPU. Each program computes one head, and loops over a
-row, a column or a diagonal of tiles of the logits. Inputs and outputs stay in global memory. A
-`pl.BlockSpec` only selects the head, and a program loads tiles of rows when it needs them. On TPUs,
-in contrast, Pallas copies tiles before a program starts.
+A *program* runs on one thread block of the GPU. Each program works on one head, and loops over the
+tiles in a row, a column or a diagonal of the logits. Inputs and outputs stay in global memory. A
+`pl.BlockSpec` only selects the head, and each program loads tiles when it needs them. On TPUs, in
+contrast, Pallas copies tiles before a program starts.
 
-The sizes of Triton's tiles are powers of two, so the last tile may reach beyond its array. Masked
-loads return zeros beyond the array, and masked stores write nothing beyond the array.
+The sizes of Triton's tiles are powers of two, so the last tile may reach beyond the end of its
+array. Beyond the end, masked loads return zeros, and masked stores write nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TileSizes:
     stages: int
 
     def fit(self, q_length: int, k_length: int) -> TileSizes:
-        """Returns tile sizes that are reduced if the call has few queries or few keys."""
+        """Returns smaller tile sizes if the call has only few queries or few keys."""
         q_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(q_length))
         k_size = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(k_length))
         return dataclasses.replace(
@@ -85,9 +85,9 @@ def choose_tile_sizes(kernel: str, row_bytes: int, *, has_bias: bool) -> TileSiz
 
     Args:
       kernel: ``forward``, ``queries``, ``keys`` or ``bias``.
-      row_bytes: the number of bytes of one key in all terms together, or the number of bytes of one
-        value if a value is larger.
-      has_bias: whether the logits have a bias. A tile of the bias takes registers, too.
+      row_bytes: the number of bytes of one key, summed over all terms. If a value is larger than
+        the key, `row_bytes` is the number of bytes of one value.
+      has_bias: whether the logits have a bias. A tile of the bias also takes up registers.
     """
     if row_bytes <= 128:
         forward = TileSizes(64, 32, 4, 3) if has_bias else TileSizes(128, 64, 4, 3)
@@ -115,14 +115,14 @@ class Operands(NamedTuple):
       keys: the keys of each `LowRank` term, ``[b or 1, k, h, r]``.
       values: the values, ``[b, k, h, e]``. The width e is a power of two.
       table: the sum of all `Static` terms, ``[h, q, k]``.
-      diagonals: the sum of all `Relative` terms, ``[h, q + k - 1]`` float32. Entry d belongs to all
-        pairs with ``key - query = d - (q - 1)``.
-      key_ends: the position from which all keys of an example are padding, ``[b]`` int32, or None
-        if no key is padding.
-      query_ends: the position from which all queries of an example are padding, ``[b]`` int32, or
-        None if no query is padding or padding queries are zero already.
+      diagonals: the sum of all `Relative` terms, ``[h, q + k - 1]`` float32. Entry d is added to
+        the logits of all pairs with ``key - query = d - (q - 1)``.
+      key_ends: the position after the last real key of each example, ``[b]`` int32, or None if no
+        key is padding.
+      query_ends: the position after the last real query of each example, ``[b]`` int32, or None if
+        no query is padding, or if padding queries have already been set to zero.
       real_keys: an array ``[b, k]`` int8 that is 1 for real keys, or None if all padding is at the
-        end of rows, where `key_ends` is enough.
+        end of rows, because `key_ends` is then enough.
       prefix_lengths: `Mask.prefix_lengths`, ``[b]`` int32.
       query_segments: the segments of queries in packed rows, ``[b, q]`` int32.
       key_segments: the segments of keys in packed rows, ``[b, k]`` int32.
@@ -173,9 +173,9 @@ class Operands(NamedTuple):
 def make_operands(inputs: FusedInputs, q_length: int) -> Operands:
     """Returns the inputs of the fused route in the layout that the kernels read.
 
-    Padding may contain NaN, and a weight of zero times NaN is NaN. If all padding is at the end of
-    rows, the kernels load zeros instead of the padding. Otherwise this function copies the arrays,
-    with zeros for padding.
+    Padding may contain NaN, and even a weight of zero multiplied by NaN is NaN. If all padding is
+    at the end of rows, the kernels load zeros instead of the padding. Otherwise this function
+    copies the arrays, and sets padding to zero in the copies.
     """
     mask = inputs.mask
     holes = (mask.query_valid, mask.key_valid, mask.query_segments, mask.key_segments)
@@ -208,15 +208,15 @@ def make_operands(inputs: FusedInputs, q_length: int) -> Operands:
 
 
 def _cast(x: jax.Array | None, dtype: Any) -> jax.Array | None:
-    """Returns the array in another dtype, or None if the array is None."""
+    """Casts an array to a dtype. Returns None if the array is None."""
     return None if x is None else x.astype(dtype)
 
 
 def _ends(is_real: jax.Array | None) -> jax.Array | None:
-    """Returns one more than the last index at which ``[b, n]`` is true, ``[b]`` int32.
+    """Returns the position after the last true entry in each row of ``[b, n]``, ``[b]`` int32.
 
-    The returned index is the position from which all entries are padding. The index is 0 for an
-    example without real entries.
+    All entries from the returned position on are padding. For an example without real entries, the
+    position is 0.
     """
     if is_real is None:
         return None
@@ -227,7 +227,7 @@ def _ends(is_real: jax.Array | None) -> jax.Array | None:
 def fill_width(x: jax.Array) -> jax.Array:
     """Pads the last axis of ``[b, n, h, r]`` with zeros to a power of two that is at least 16.
 
-    The zeros add nothing to a product. The padded columns of results are removed afterwards.
+    The zeros do not change a matrix product. Callers remove the added columns from the results.
     """
     width = max(MIN_PRODUCT_SIZE, pl.next_power_of_2(x.shape[-1]))
     return x if width == x.shape[-1] else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[-1]),))
@@ -248,7 +248,7 @@ class RowTile:
     length: int
 
     def slice(self) -> tuple[Ref, jax.Array | None]:
-        """Returns the slice of the tile's rows, and a mask of the rows that exist.
+        """Returns the slice of the tile's rows, and a mask of the rows that exist in the array.
 
         The mask is ``[size]`` bool, or None if every row of every tile exists in the array.
         """
@@ -259,7 +259,7 @@ class RowTile:
     def is_before(self, ends: Ref, example: Scalar) -> jax.Array:
         """Returns whether each row of the tile is before the end of an example, ``[size]`` bool.
 
-        `ends` contains the end of every example, ``[b]``.
+        `ends` contains the position after the last real row of every example, ``[b]``.
         """
         return jnp.less(self.index * self.size + jnp.arange(self.size), ends[example])
 
@@ -315,7 +315,8 @@ class Tiling:
     """The tiles into which a kernel cuts the logits, and other options known at tracing time.
 
     Attributes:
-      mask: the mask. Kernels read the band from this mask, and arrays of the mask from `Operands`.
+      mask: the mask, from which kernels read only the band. Kernels read the arrays of the mask
+        from `Operands`.
       lengths: the numbers of queries and keys.
       sizes: the sizes of the tiles.
       soft_cap: the argument `soft_cap` of `attend`.
@@ -328,7 +329,7 @@ class Tiling:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of tiles of queries, and the number of tiles of keys."""
+        """The number of query tiles, and the number of key tiles."""
         q_length, k_length = self.lengths
         return pl.cdiv(q_length, self.sizes.queries), pl.cdiv(k_length, self.sizes.keys)
 
@@ -346,22 +347,22 @@ class Tiling:
 
     @property
     def _band(self) -> tuple[int | None, int | None]:
-        """The numbers of keys that a query may see before and after its own position.
+        """The numbers of keys that a query may attend to before and after its own position.
 
-        A number is None if the query may see all keys on this side. With a prefix, both numbers are
-        None, because a query may see keys of the prefix outside of the band.
+        A number is None if the query may attend to all keys on this side. If the mask has a prefix,
+        both numbers are None, because a query may attend to keys of the prefix outside of the band.
         """
         return (None, None) if self.mask.prefix_lengths is not None else self.mask.band
 
     def visible_keys(self, i: Scalar, end: Scalar | None) -> tuple[Scalar, Scalar]:
-        """Returns the range of tiles of keys that the queries of tile i may see.
+        """Returns the range of key tiles to which the queries of tile i may attend.
 
-        Kernels skip tiles of keys outside the range. With a causal mask, kernels skip half of the
-        tiles of logits, and with a window, they skip most tiles.
+        Kernels skip key tiles outside the range. With a causal mask, kernels skip about half of the
+        tiles of logits. With a window, kernels skip most tiles.
 
         Args:
           i: the number of the tile of queries.
-          end: the position at which the padding of the keys begins, or None without padding.
+          end: the position at which the padding keys begin, or None if there is no padding.
 
         Returns:
           The number of the first tile, and one more than the number of the last tile.
@@ -378,7 +379,7 @@ class Tiling:
         return _floor_divide(first, size), _floor_divide(last + size - 1, size)
 
     def seeing_queries(self, j: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the range of tiles of queries that may see the keys of tile j.
+        """Returns the range of query tiles that may attend to the keys of tile j.
 
         The range has the same form as the result of `visible_keys`.
         """
@@ -397,7 +398,7 @@ class Tiling:
         """Returns the block specification that selects one head of an array, with all rows.
 
         Axes q and k of the block are rounded up to whole tiles, so that the slice of the last tile
-        lies inside the block. The result is None if the array is absent.
+        lies inside the block. If the array is absent, the result is None.
         """
         if x is None:
             return None
@@ -427,8 +428,8 @@ class Tiling:
 
         Args:
           kernel: a function of references to the inputs and the outputs of one head.
-          inputs: a tuple of trees of arrays. The first tree is `Operands`.
-          outputs: a tuple of trees of shapes.
+          inputs: a tuple of pytrees of arrays. The first pytree is `Operands`.
+          outputs: a tuple of pytrees of shapes.
           grid: the numbers of programs along each axis of the grid. The second axis is for heads.
           multiply_adds: the number of multiply-adds that the kernel computes for each logit.
           interpret: whether to run the kernel in Python, without a GPU.
@@ -466,7 +467,7 @@ def make_tiling(
 
 
 class TileRows(NamedTuple):
-    """The loaded rows of the queries, keys and values of a tile.
+    """The queries, keys and values of a tile, after they have been loaded.
 
     Attributes:
       queries: the queries of every term, ``[queries of the tile, r]``.
@@ -507,7 +508,7 @@ class Program(NamedTuple):
         return keys, load_rows(self.refs.values, self.example, tile, ends)
 
     def visible_keys(self, i: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns `Tiling.visible_keys` for tile i of the queries of the program's example."""
+        """Calls `Tiling.visible_keys` for query tile i and the padding of the program's example."""
         ends = self.refs.key_ends
         return self.tiling.visible_keys(i, None if ends is None else ends[self.example])
 
@@ -520,8 +521,8 @@ def load(ref: Ref, exists: jax.Array | None) -> jax.Array:
 def load_rows(ref: Ref, example: Scalar, tile: RowTile, ends: Ref = None) -> jax.Array:
     """Loads a tile ``[size, r]`` of one example of an array ``[b or 1, n, r]``.
 
-    Rows beyond the length of the array are zero. If `ends` is given, rows from the end of the
-    example on are zero.
+    Rows beyond the length of the array are zero. If `ends` is given, the padding rows at the end of
+    the example are also zero.
     """
     rows, exists = tile.slice()
     if ends is not None:
@@ -542,13 +543,13 @@ def load_vector(ref: Ref, example: Scalar, tile: RowTile) -> jax.Array:
 
 
 def store_rows(ref: Ref, example: Scalar, tile: RowTile, x: jax.Array) -> None:
-    """Stores a tile ``[size, r]`` in an array ``[b, n, r]``, except rows beyond its length."""
+    """Stores a tile ``[size, r]`` in an array ``[b, n, r]``, except rows beyond the array."""
     rows, exists = tile.slice()
     mask = None if exists is None else exists[:, None]
     plgpu.store(ref.at[example, rows, :], x.astype(ref.dtype), mask=mask)
 
 
 def store_vector(ref: Ref, example: Scalar, tile: RowTile, x: jax.Array) -> None:
-    """Stores a tile ``[size]`` in an array ``[b, n]``, except entries beyond its length."""
+    """Stores a tile ``[size]`` in an array ``[b, n]``, except entries beyond the array."""
     rows, exists = tile.slice()
     plgpu.store(ref.at[example, rows], x, mask=exists)

@@ -1,11 +1,11 @@
 """Computes the logits of a tile in the GPU kernels, from products, bias, soft cap and mask.
 
-A program computes a tile of logits when it needs the tile, and drops the tile afterwards. The
-memory of the GPU therefore never contains an array of all logits. All kernels call this module, so
-the backward kernels compute the same logits as the forward kernel.
+A program computes a tile of logits when it needs the tile, and discards the tile after use. An
+array of all logits therefore never exists in the GPU's memory. All kernels call this module, so the
+backward kernels compute the same logits as the forward kernel.
 
-A relative bias has one number for each diagonal of the logits. A tile looks up these numbers by the
-difference of key and query, so the bias is never expanded to ``[q, k]``.
+A relative bias has one number for each diagonal of the logits. For each tile, a program looks up
+these numbers by the distance ``key - query``, so the bias is never expanded to ``[q, k]``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def logits_tile(
     keys: list[jax.Array],
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the logits of a tile in float32, and a bool array that says which logits are allowed.
+    """Returns the logits of a tile in float32, and a bool array of the logits that the mask allows.
 
     The second result is None if the mask allows all logits of the tile.
 
@@ -46,7 +46,7 @@ def logits_tile(
       tile: the position of the tile.
       queries: the queries of every term, ``[queries of the tile, r]``.
       keys: the keys of every term, ``[keys of the tile, r]``.
-      bias: the result of `bias_tile` if it was computed already, or None.
+      bias: the result of `bias_tile`, or None if it has not been computed yet.
     """
     # S = Σ Q Kᵀ is a sum over the terms. If the tile is transposed, Sᵀ = Σ K Qᵀ is computed
     # instead of S.
@@ -65,7 +65,7 @@ def logits_tile(
 
 
 def bias_tile(refs: Operands, tile: Tile) -> jax.Array | None:
-    """Returns the part of the bias for one tile of logits in float32, or None without a bias.
+    """Returns the bias of one tile of logits in float32, or None if there is no bias.
 
     The bias is the same for all examples.
     """
@@ -81,11 +81,11 @@ def bias_tile(refs: Operands, tile: Tile) -> jax.Array | None:
 
 
 def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns a bool array that says which logits of a tile the mask allows, or None for all.
+    """Returns a bool array of the logits of a tile that the mask allows, or None to allow all.
 
-    The array has the shape of the tile. Each rule of the mask compares positions
-    ``[rows, columns]``, or vectors that broadcast to this shape. This function does not mask
-    padding queries, because the forward kernel sets the ``1 / Σ exp`` of padding queries to zero.
+    The array has the shape of the tile. Each rule of the mask is a bool array ``[rows, columns]``,
+    or an array that broadcasts to this shape. This function does not mask padding queries, because
+    the forward kernel sets the inverse row sums of padding queries to zero.
     """
     tiling, refs, example = program
     query, key, exists = tile.positions()
@@ -94,14 +94,14 @@ def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.A
         """Returns one number per row or column of the tile, ``[rows, 1]`` or ``[1, columns]``."""
         return put_on_axis(load_vector(ref, example, row_tile), axis)
 
-    # The band rules apply causal masks and windows. If there is a prefix, all queries may also see
-    # the keys of the prefix.
+    # The rules of the band implement causal masks and windows. If there is a prefix, all queries
+    # may also attend to the keys of the prefix.
     rules = tiling.mask.band_rules(query + tiling.mask.query_offset, key)
     if rules and refs.prefix_lengths is not None:
         rules = [functools.reduce(operator.and_, rules) | (key < refs.prefix_lengths[example])]
 
-    # The next rule forbids padding keys. If there are no padding keys, the rule forbids the keys of
-    # the last tile that lie beyond the length.
+    # The next rule forbids padding keys. If there are no padding keys, it forbids the positions of
+    # the last tile that lie beyond the last key.
     if refs.real_keys is not None:
         rules.append(load_along(refs.real_keys, tile.keys, tile.key_axis) != 0)
     elif refs.key_ends is not None:
@@ -126,7 +126,7 @@ def _allowed_tile(program: Program, tile: Tile, shape: tuple[int, ...]) -> jax.A
 
 
 def forbid(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Returns the logits, with -inf for the keys that the mask forbids."""
+    """Returns the logits, with -inf wherever the mask forbids a key."""
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 

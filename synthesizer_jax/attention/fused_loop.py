@@ -1,9 +1,9 @@
 """The loop of the fused route, which computes attention without a Pallas kernel.
 
-CPUs run this loop, and so do other devices if no kernel can take the inputs. The outer loop runs
-over the heads, and the inner loop runs over the examples. A bias that the examples share is
-therefore computed once per head, and the gradient of the bias is summed over the batch in place.
-GPUs compute all heads of an example at once instead, as batched matrix products.
+CPUs run this loop. Other devices run it if no kernel can take the inputs. The outer loop runs over
+the heads, and the inner loop runs over the examples. A bias that the examples share is therefore
+computed once per head, and the gradient of the bias is summed over the batch in place. GPUs do not
+loop over the heads, but compute all heads of an example at once, as batched matrix products.
 
 `fused_route` explains the method and its formulas.
 """
@@ -51,8 +51,8 @@ def map_heads(
       args: the arguments, pytrees of arrays with an axis of heads.
       axes: the axis of heads of each argument.
       out_axes: the axis of heads of each result.
-      parallel: whether to compute all heads at once with `jax.vmap`, or one after another in a
-        loop.
+      parallel: whether to compute all heads at once with `jax.vmap`. If `parallel` is false, a loop
+        computes one head after another.
     """
     if parallel:
         return jax.vmap(function, axes, out_axes)(*args)
@@ -61,7 +61,7 @@ def map_heads(
         """Returns the results for head j."""
 
         def take(axis: int, x: jax.Array) -> jax.Array:
-            """Returns the entry of head j, without the axis of heads."""
+            """Returns the part of an array that belongs to head j, without the axis of heads."""
             return lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
 
         return function(*_map_with_axis(take, axes, args))
@@ -70,7 +70,7 @@ def map_heads(
         """Writes the results for head j into the arrays of all heads."""
 
         def put(axis: int, total: jax.Array, x: jax.Array) -> jax.Array:
-            """Returns the array of all heads with the entry of head j."""
+            """Returns the array of all heads after writing the result for head j into it."""
             return lax.dynamic_update_index_in_dim(total, x, j, axis)
 
         return _map_with_axis(put, out_axes, totals, head(j))
@@ -90,7 +90,8 @@ def _map_with_axis(
 ) -> PyTree:
     """Applies ``function(axis, *leaves)`` to the leaves of pytrees.
 
-    Each pytree is a tuple. Each entry of the tuple has its own axis.
+    Each pytree is a tuple with one entry for each element of `axes`. The function gets the axis of
+    the entry that contains the leaves.
     """
 
     def map_tree(axis: int, *parts: PyTree) -> PyTree:
@@ -105,8 +106,9 @@ class _LoopContext(NamedTuple):
 
     Attributes:
       mask: the mask of all heads; see `_mask_of_heads`.
-      real: two bool arrays that are true for real queries ``[b, q]`` and for real keys ``[b, k]``,
-        or None. Padding is cleared, because a NaN in padding must not reach other rows.
+      real: a bool array ``[b, q]`` that is true for real queries, and a bool array ``[b, k]`` that
+        is true for real keys. An array is None if no padding has to be set to zero. Padding is set
+        to zero because a NaN in padding must not affect real tokens.
       positions: `FusedInputs.positions`.
       lengths: the numbers of queries and keys.
       soft_cap: the argument `soft_cap` of `attend`.
@@ -122,7 +124,7 @@ class _LoopContext(NamedTuple):
 def _make_context(
     q_length: int, inputs: FusedInputs, soft_cap: float | None
 ) -> tuple[_LoopContext, jax.Array | None]:
-    """Returns the context of all tiles, and the patterns of single heads or None."""
+    """Returns the context of all tiles, and the mask's patterns if they differ between heads."""
     k_length = inputs.values.shape[1]
     mask, allowed = _mask_of_heads(q_length, inputs)
     real = inputs.mask.clearing_masks(q_length, k_length)
@@ -185,7 +187,8 @@ def _tile_forward(
       bias: the sum of the head's biases, ``[q, k]``, or None.
       products: the head's products, with an axis of examples.
       values: the head's values, ``[b, k, e]``.
-      allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
+      allowed: the pattern of allowed pairs for this head, ``[b or 1, q, k]``, or None if all heads
+        share the mask.
       i: the number of the example.
       dtype: the dtype of logits and sums.
 
@@ -197,7 +200,7 @@ def _tile_forward(
     tile_products, tile_values = clear_padding(tile_products, tile_values, queries, keys)
     mask = _select_mask(context.mask, allowed, i)
 
-    # S = Σ terms, [q, k]. S is -inf for the keys that the mask forbids.
+    # The logits S are the sum of the terms, [q, k], and -inf for the keys that the mask forbids.
     logits = _logits(
         bias,
         tile_products,
@@ -207,12 +210,14 @@ def _tile_forward(
     )
     logits = _mask_logits(logits, mask)
 
-    # c = max_k S. The maximum c is 0 in rows without keys, because -inf - (-inf) would be NaN.
+    # The maximum of each row is c = max_k S. If the mask allows no key in a row, c is set to 0,
+    # because -inf - (-inf) would be NaN.
     row_max = jnp.max(logits, axis=-1, keepdims=True)
     row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
 
-    # E = exp(S - c) and l = Σ_k E. E is rounded to the dtype of V before it is summed. The rounded
-    # weights, which are multiplied by V, therefore sum to one.
+    # The unnormalized weights are E = exp(S - c), and their sum is l = Σ_k E. Because E is rounded
+    # to the dtype of V before the sum, the weights that are multiplied by V sum to one after the
+    # division by l.
     weights = jnp.exp(logits - row_max).astype(values.dtype)
     row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
     is_nonzero = row_sum > 0
@@ -235,16 +240,19 @@ def loop_backward(
     soft_cap: float | None = None,
     parallel: bool = False,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs, in tiles of one head and example.
+    """Computes the cotangents of the inputs, in tiles of one head and one example.
 
-    The weights ``P = exp(S - c) / l`` are recomputed from the statistics. With the output
-    ``O = P V``::
+    The weights ``P = exp(S - c) / l`` are recomputed from the statistics. The output is
+    ``O = P V``, so the cotangents are::
 
-      dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  δ = Σ_e dO ∘ O = Σ_k P ∘ dP
+      dV = Pᵀ dO
+      dP = dO Vᵀ
+      δ = Σ_e dO ∘ O = Σ_k P ∘ dP
+      dS = P ∘ (dP - δ)
 
     Args:
       inputs: the inputs of the forward pass.
-      stats: c and 1 / l, as `loop_forward` returned them.
+      stats: the statistics c and 1 / l that `loop_forward` returned.
       delta: δ, ``[b, q, h, 1]``, from `softmax_vjp_delta`.
       dout: the cotangent dO of the output, ``[b, q, h, e]``.
       soft_cap: the argument `soft_cap` of `attend`.
@@ -256,8 +264,8 @@ def loop_backward(
     context, allowed = _make_context(q_length, inputs, soft_cap)
     make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
 
-    # The examples share a factor if its batch axis has the size 1. The scan sums the cotangents of
-    # shared factors, in the precision of the logits, and stacks the cotangents of other factors.
+    # All examples share a factor if its batch axis has size 1. The scan adds up the cotangents of
+    # shared factors, in the dtype of the logits, and stacks the cotangents of all other factors.
     is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
 
     def head(
@@ -272,9 +280,9 @@ def loop_backward(
         leaves, treedef = jax.tree.flatten(products)
 
         def add_example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
-            """Adds the cotangents of example i to the sums.
+            """Adds the cotangents of example i to the sums over the examples.
 
-            The second result contains the cotangents of the arrays that the examples do not share.
+            The second result contains the cotangents of the arrays that differ between examples.
             """
             dbias, dproducts, dvalues = _tile_backward(
                 context, bias, products, operands, allowed, i
@@ -315,7 +323,8 @@ def _tile_backward(
       products: the head's products, with an axis of examples.
       operands: the head's values ``[b, k, e]``, statistics and δ ``[b, q, 1]``, and dO
         ``[b, q, e]``.
-      allowed: the head's own pattern of pairs, ``[b or 1, q, k]``, or None.
+      allowed: the pattern of allowed pairs for this head, ``[b or 1, q, k]``, or None if all heads
+        share the mask.
       i: the number of the example.
 
     Returns:
@@ -331,15 +340,17 @@ def _tile_backward(
     tile_products, values = clear_padding(_select(products, i), values, *_select(context.real, i))
     logits, logits_vjp = jax.vjp(make_logits, bias, tile_products)
 
-    # P = exp(S - c) / l, [q, k]. P is zero in the rows of padding queries, because 1 / l is zero
-    # for a padding query.
+    # The weights are P = exp(S - c) / l, [q, k]. In the rows of padding queries, P is zero because
+    # 1 / l is zero.
     logits = _mask_logits(logits, _select_mask(context.mask, allowed, i))
     weights = jnp.exp(logits - row_max) * inverse_row_sum
 
-    # dP = dO Vᵀ,  dS = P ∘ (dP - δ)
+    # dP = dO Vᵀ
+    # dS = P ∘ (dP - δ)
     dlogits = weights * (_matmul_nt(dout, values) - delta)
 
-    # The gradient passes through the soft cap to the bias [q, k] and to the example's factors.
+    # `logits_vjp` applies the derivative of the soft cap, and returns the cotangents of the bias
+    # [q, k] and of the example's factors.
     dbias, dproducts = logits_vjp(dlogits.astype(logits.dtype))
 
     # dV = Pᵀ dO
@@ -348,12 +359,16 @@ def _tile_backward(
 
 
 def _add_to(total: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the sum of a total and an array, in the dtype of the total."""
+    """Adds an array to a total, in the dtype of the total."""
     return total + x.astype(total.dtype)
 
 
 def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
-    """Divides arrays by a flag into two lists of equal length, with None for absent arrays."""
+    """Splits arrays into two lists: one for arrays whose flag is true, and one for the others.
+
+    Both lists have one entry for each array. In the list to which an array does not belong, its
+    entry is None.
+    """
     pairs = list(zip(xs, flags, strict=True))
     return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]
 
@@ -367,18 +382,19 @@ def _select(tree: _Tree, i: jax.Array) -> _Tree:
 
 
 def _select_mask(mask: Mask, allowed: jax.Array | None, i: jax.Array) -> Mask:
-    """Returns the mask of example i, with the head's own pattern if `allowed` is not None."""
+    """Returns the mask of example i, with the pattern of the head if `allowed` is not None."""
     if allowed is not None:
         mask = dataclasses.replace(mask, allowed=allowed)
     return mask.map_arrays(lambda _, x: _select(x, i))
 
 
 def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array | None]:
-    """Returns the mask of all heads, and the patterns of single heads or None.
+    """Returns the mask that all heads share, and the patterns if they differ between heads.
 
-    If heads have different patterns, the second result has the shape ``[b or 1, h, q, k]``. The
-    segments of packed rows become a pattern of pairs. If the loop compared the segments of queries
-    and keys, XLA's CPU backend could not vectorize the exponential.
+    If the patterns differ between heads, the second result is ``[b or 1, h, q, k]``, and otherwise
+    None. The segments of packed rows are converted to a pattern before the loop. If the loop itself
+    compared the segments of queries and keys, XLA's CPU backend could not vectorize the
+    exponential.
     """
     mask = inputs.mask
     if mask.query_segments is not None:
@@ -425,7 +441,7 @@ def _logits(
 
     Args:
       bias: the sum of the head's biases, ``[q, k]``, or None if the head has no biases. If
-        `positions` is not None, the axes of the sum are positions in a segment.
+        `positions` is not None, the rows and columns of `bias` belong to positions in a segment.
       products: the factors of this tile, ``[q, r]`` and ``[k, r]``.
       lengths: the numbers of queries and keys.
       positions: the positions of queries ``[q]`` and keys ``[k]`` in their segments, or None if the
@@ -443,9 +459,9 @@ def _logits(
         summands.append(_matmul_nt(queries, keys))
     for term in products.outer:
         size = term.b.shape[-1]
-        # logits[q, k] = a[q, k // B] · b[q, k % B]. Products with one-hot matrices look up the
-        # entries of a and b. The products need the highest precision, because a lower precision
-        # would round the entries.
+        # The logits are a[q, k // B] · b[q, k % B]. The entries of a and b are looked up by matrix
+        # products with one-hot matrices. These products use the highest precision, because a lower
+        # precision would round the entries.
         exact = lax.Precision.HIGHEST
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
@@ -457,7 +473,7 @@ def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
     """Returns the logits ``[q, k]`` with -inf for pairs that the mask forbids.
 
     This function does not mask the rows of padding queries. The weights of padding queries become
-    zero because their `SoftmaxStats.inverse_row_sum` is zero.
+    zero because `SoftmaxStats.inverse_row_sum` is zero for padding queries.
     """
     pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
     if pairs is None:
@@ -466,16 +482,19 @@ def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns ``x yᵀ``, ``[q, k]`` in float32 or wider, for x ``[q, r]`` and y ``[k, r]``."""
+    """Returns the product ``x yᵀ``, ``[q, k]`` in float32 or wider.
+
+    The shape of x is ``[q, r]``, and the shape of y is ``[k, r]``.
+    """
     return _matmul(*match_varying_axes(x, y), precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
-    """Computes ``x yᵀ``, and its gradient, by matrix products of factors in their own dtypes.
+    """Computes ``x yᵀ`` with a gradient that keeps the factors in their own dtypes.
 
-    The cotangent of the product is float32 or wider. Before the gradient multiplies the cotangent
-    by a factor, it rounds the cotangent to the dtype of the factor.
+    The cotangent of the product is float32 or wider. The backward pass rounds the cotangent to the
+    dtype of a factor before it multiplies them.
     """
     return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 

@@ -2,19 +2,25 @@
 
 Neither the forward pass nor the backward pass stores all logits. Only one tile of the logits exists
 at a time. In the loop of `fused_loop`, a tile holds all logits of one head and one example. In a
-Pallas kernel, a tile holds a part of the logits of one head and one example. With logits S, the
-forward pass computes for each tile::
+Pallas kernel, a tile holds a part of the logits of one head and one example. For each tile of
+logits S, the forward pass computes::
 
-  c = max_k S        E = exp(S - c)        l = Σ_k E        O = (E V) / l
+  c = max_k S
+  E = exp(S - c)
+  l = Σ_k E
+  O = (E V) / l
 
 The forward pass keeps the output O and two numbers per row of the logits, c and 1 / l. The backward
 pass multiplies queries and keys again, and recomputes the weights ``P = exp(S - c) / l`` (Dao et
 al. 2022, FlashAttention, section 3.1)::
 
-  dV = Pᵀ dO        dP = dO Vᵀ        δ = Σ_e dO ∘ O        dS = P ∘ (dP - δ)
+  dV = Pᵀ dO
+  dP = dO Vᵀ
+  δ = Σ_e dO ∘ O
+  dS = P ∘ (dP - δ)
 
-FlashAttention keeps only ``log Σ exp(S)``. The fused route keeps c and 1 / l instead, because the
-rounding of the logarithm to float32 loses digits if logits are in the hundreds.
+FlashAttention keeps only ``log Σ exp(S)``. The fused route keeps c and 1 / l instead, because a
+logarithm that is rounded to float32 loses digits if logits are in the hundreds.
 
 The fused route has one implementation for each kind of device:
 
@@ -69,7 +75,7 @@ _Term = TypeVar("_Term", bound=Term)
 
 
 class Options(NamedTuple):
-    """The options of a call that are known while the call is traced.
+    """The options of an attention call that are known at tracing time.
 
     Options are hashable, so they can be static arguments of compiled functions.
 
@@ -77,8 +83,8 @@ class Options(NamedTuple):
       soft_cap: the argument `soft_cap` of `attend`.
       query_offset: `Mask.query_offset` if it is a number, or None if it is an array. Kernels need
         to know the number, so they cannot run if it is None.
-      platforms: the platforms whose kernels may run if they can take the inputs, by their names in
-        lowering.
+      platforms: the platforms whose kernels may run, by their names in lowering. A kernel still
+        runs only if it can take the inputs.
     """
 
     soft_cap: float | None
@@ -118,7 +124,7 @@ def attend_fused(call: Call) -> jax.Array:
     ) -> tuple[FusedInputs, jax.Array | None]:
         """Returns the cotangents of the inputs and of the sinks."""
         inputs, sinks = args
-        # δ = Σ_e dO ∘ O. The sum δ includes the sinks, because the output O includes them.
+        # δ = Σ_e dO ∘ O. The effect of the sinks is part of the output O, and therefore also of δ.
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
         cotangents: FusedInputs = fused_backward(options, inputs, stats, delta, dout)
         return cotangents, None if sinks is None else _sinks_gradient(stats, delta, sinks)
@@ -130,8 +136,8 @@ def attend_fused(call: Call) -> jax.Array:
 def fused_inputs(call: Call) -> FusedInputs:
     """Returns the inputs in the form that the implementations of the fused route take.
 
-    The terms are divided into products and biases, and the biases are cut to the queries and keys
-    of the call. In packed rows, the biases are cut to the longest segment, because a bias is then
+    The terms are divided into products and biases, and the biases are cut to the numbers of queries
+    and keys. In packed rows, the biases are cut to the longest segment, because a bias is then
     looked up by the position in the segment.
     """
     terms = call.terms
@@ -177,7 +183,7 @@ def kernel_obstacle(call: Call, platform: str) -> str | None:
 
     Args:
       call: the attention call.
-      platform: ``tpu`` or ``gpu``, as `explain` names the platforms.
+      platform: ``tpu`` or ``gpu``, which are the names that `explain` uses.
     """
     return _kernel_obstacle(lowering_platform(platform), fused_inputs(call))
 
@@ -208,7 +214,7 @@ def fused_options(call: Call) -> Options:
 
 
 class _Kernels(Protocol):
-    """The functions that a module with the kernels of a platform has."""
+    """The functions that a module with kernels defines, such as `fused_tpu`."""
 
     def obstacle(self, inputs: FusedInputs) -> str | None:
         """Explains why the kernels cannot take the inputs, or returns None if they can."""
@@ -233,8 +239,8 @@ class _Kernels(Protocol):
 def _kernels(platform: str) -> _Kernels:
     """Returns the module with the kernels of a platform, which is ``tpu`` or ``cuda``.
 
-    The module is imported only when a program for the platform needs it. It imports Pallas, which
-    takes a third of a second and which programs for CPUs do not need.
+    The module is imported only when a program for the platform needs it, because the module imports
+    Pallas. Importing Pallas takes a third of a second, and programs for CPUs do not need Pallas.
     """
     if platform == "tpu":
         from synthesizer_jax.attention import fused_tpu
@@ -253,17 +259,18 @@ def _lazy_kernels(
     Args:
       options: the options of the call.
       inputs: the inputs of the call.
-      select: a function that maps a module with kernels and `Mask.query_offset` to one kernel.
+      select: a function that takes a module with kernels and `Mask.query_offset`, and returns a
+        kernel.
     """
-    # The functions are called when a program is lowered. They must not hold on to traced arrays, so
-    # they get only the shapes and dtypes.
+    # The returned functions are called when a program is lowered. Traced arrays are no longer valid
+    # at that time, so the functions use only shapes and dtypes.
     shapes = shapes_of_inputs(options, inputs)
 
     def find(platform: str) -> Callable[..., PyTree] | None:
         """Returns the kernel for a platform, or None if the kernels cannot take the inputs."""
         if _kernel_obstacle(platform, shapes) is not None:
             return None
-        # An offset that is an array would be an obstacle.
+        # If the offset were an array, `_kernel_obstacle` would have returned an obstacle.
         assert options.query_offset is not None
         return select(_kernels(platform), options.query_offset)
 
@@ -271,9 +278,10 @@ def _lazy_kernels(
 
 
 def shapes_of_inputs(options: Options, inputs: FusedInputs) -> FusedInputs:
-    """Returns abstract inputs, with the offset of the mask as a number if it is known.
+    """Returns the shapes and dtypes of the inputs, with the mask's offset as a number if known.
 
-    Inside of `jax.jit`, all numbers in `inputs.mask` are traced arrays. `options` holds the number.
+    Inside of `jax.jit`, all numbers in `inputs.mask` are traced, but `options` still holds the
+    offset as a Python number.
     """
     shapes: FusedInputs = jax.tree.map(jax.typeof, inputs)
     if options.query_offset is None:
@@ -287,8 +295,8 @@ def fused_forward(
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output ``[b, q, h, e]`` and the softmax statistics of each row.
 
-    The forward pass and the backward pass are separate compiled functions. Layers with equal shapes
-    are therefore traced only once.
+    The forward pass and the backward pass are separate functions with `jax.jit`, so layers with
+    equal shapes are traced only once.
     """
     default = functools.partial(loop_forward, q_length, soft_cap=options.soft_cap)
     # GPUs compute all heads of an example in parallel, unless they have a kernel for these inputs.
@@ -336,11 +344,11 @@ def fused_backward(
 def _add_sinks(
     out: jax.Array, stats: SoftmaxStats, sinks: jax.Array
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the output and the statistics after one key, a sink, is added to each head.
+    """Adds the effect of the sinks, one additional key per head, to the output and the statistics.
 
-    The value of the sink is zero, so the sink only takes away a share of the weights of the other
-    keys. With ``l' = Σ exp(S)``, the weights of the other keys are multiplied by
-    ``l' / (exp(sink) + l')``, which is equal to ``sigmoid(log l' - sink)``.
+    The value of a sink is zero, so the sink only reduces the weights of the other keys. With
+    ``l' = Σ exp(S)``, the weights of the other keys are multiplied by ``l' / (exp(sink) + l')``,
+    which is equal to ``sigmoid(log l' - sink)``.
 
     Args:
       out: the output without sinks, ``[b, q, h, e]``.
@@ -348,7 +356,8 @@ def _add_sinks(
       sinks: the logits of the additional keys, ``[h]``.
     """
     column = sinks.astype(stats.row_max.dtype)[:, None]
-    # log Σ exp(S) = c + log l, and `inverse_row_sum` is 1 / l. `left` has the shape [b, q, h, 1].
+    # `left`, [b, q, h, 1], is the factor by which the weights of the other keys are multiplied. It
+    # is computed from log l' = c + log l, where `inverse_row_sum` is 1 / l.
     left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - column)
     out = (out.astype(left.dtype) * left).astype(out.dtype)
     return out, stats._replace(inverse_row_sum=stats.inverse_row_sum * left)
@@ -374,7 +383,10 @@ def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
     """
 
     def of_type(cls: type[_Term]) -> tuple[_Term, ...]:
-        """Returns the terms of exactly one class, because a subclass may compute other logits."""
+        """Returns the terms of exactly this class.
+
+        Subclasses are left out, because a subclass may compute different logits.
+        """
         return tuple(term for term in terms if isinstance(term, cls) and type(term) is cls)
 
     products = Products(of_type(LowRank), of_type(Outer))
@@ -386,8 +398,8 @@ def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
 def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns ``δ = Σ_e out ∘ g``, ``[b, q, h, 1]``, which the derivative of the softmax needs.
 
-    The derivative is ``dS = P ∘ (dP - δ)`` with ``δ = Σ_k P ∘ dP``. The sum over k is equal to the
-    sum over e. Only the sum over e can be computed without an array of logits.
+    The derivative is ``dS = P ∘ (dP - δ)`` with ``δ = Σ_k P ∘ dP``. This sum over the keys k equals
+    the sum of ``out ∘ g`` over e. Only the sum over e can be computed without an array of logits.
 
     Args:
       out: the output, ``[b, q, h, e]``.

@@ -1,21 +1,22 @@
 """The Pallas kernels of the fused route for TPUs.
 
 The kernels compute ``O = softmax(S) V`` and its gradients without an array of all logits S. A
-program holds one tile of logits in vector memory. The tile has some queries and all keys of one
-head and one example. Tiles with all keys have three consequences:
+program holds one tile of logits in vector memory. The tile contains the logits of some queries and
+all keys, for one head and one example. Keeping all keys in one tile has three consequences:
 
-* One program computes the complete softmax of a row, without a loop over keys and without a running
+* A program computes the complete softmax of a row, without a loop over keys and without a running
   maximum.
 * The innermost axis of the grid is the axis of examples. Arrays that the examples share therefore
   stay in vector memory. A tile of the bias is computed only once, and the cotangents of shared
   arrays are summed in place, one example after another.
-* One program also computes the complete dQ, which is a sum over keys. dK and dV are sums over
-  queries. If one tile holds all queries, the same kernel computes dK and dV. Otherwise a second
-  kernel computes dK and dV, with transposed tiles that have some keys and all queries.
+* A program also computes the complete dQ of its queries, because dQ is a sum over keys. Both dK and
+  dV are sums over queries. If one tile contains all queries, the same kernel computes dK and dV.
+  Otherwise a second kernel computes dK and dV, with transposed tiles that contain some keys and all
+  queries.
 
-`fused_tpu_geometry` defines how tiles are cut, and `fused_tpu_logits` computes the logits of a
-tile. `tpu` contains the functions that the static route uses as well. The comments write S for the
-logits, P for the weights, Q, K and V for the rows of queries, keys and values, and O for the
+`fused_tpu_geometry` defines how arrays are cut into tiles, and `fused_tpu_logits` computes the
+logits of a tile. `tpu` contains functions that the static route also uses. The comments write S for
+the logits, P for the weights, Q, K and V for the rows of queries, keys and values, and O for the
 outputs. Shapes in comments refer to a tile that is not transposed. In shapes such as ``[q, k]``, q
 is the number of queries in the tile, and k is the number of all keys.
 """
@@ -91,7 +92,8 @@ def forward(
       interpret: whether to run the kernel in Python, without a TPU.
     """
     batch, k_length, heads, width = inputs.values.shape
-    # Padding may contain NaN, and a weight of zero times NaN is NaN, so padding is cleared.
+    # Padding may contain NaN, and even a weight of zero multiplied by NaN is NaN, so padding is set
+    # to zero.
     operands = make_operands(inputs.cleared(q_length), prepare_bias(inputs.biases))
     tiling = Tiling(inputs.mask, query_offset, batch, heads, q_length, k_length, soft_cap)
 
@@ -131,19 +133,20 @@ def _forward_kernel(
         logits = jnp.where(allowed, logits, LOW)
     largest = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), LOW)  # [q, 1]
 
-    # The weights E = exp(S - max) are not normalized. O = E V / Σ E divides an array [q, e] instead
-    # of an array [q, k]. E is rounded to the dtype of V before it is summed, so that the sum
-    # contains the same weights as the product with V.
+    # The weights E = exp(S - max) are not normalized. Only the output O = (E V) / Σ E, [q, e], is
+    # divided, because it is smaller than the array of weights, [q, k]. E is rounded to the dtype of
+    # V before the sum, so that the sum adds up the same weights that are multiplied by V.
     weights = clear_forbidden(allowed, jnp.exp(logits - largest)).astype(refs.values.dtype)
     row_sum = jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)  # [q, 1]
 
-    # Rows without keys become zero instead of 0 / 0.
+    # In rows without an allowed key, the output is set to zero, because the division would compute
+    # 0 / 0.
     has_keys = row_sum > 0.0
     inverse = jnp.where(has_keys, 1.0 / jnp.where(has_keys, row_sum, 1.0), 0.0)
     out[...] = (matmul(weights, refs.values[...], axes=(1, 0)) * inverse).astype(out.dtype)
 
-    # The statistics are stored as rows [1, q], which fill registers. A column [q, 1] would use only
-    # one lane of 128.
+    # The statistics are stored as rows [1, q], which fill whole registers. A column [q, 1] would
+    # use only one of the 128 lanes of each register.
     row_max[...] = jnp.where(has_keys, largest, 0.0).T
     inverse_row_sum[...] = inverse.T
 
@@ -170,7 +173,7 @@ _RESIDUAL_AXES = _Residuals(dout="bhq.", row_max="bh.q", inverse_row_sum="bh.q",
 
 
 class _Cotangents(NamedTuple):
-    """The cotangents that a backward kernel computes, or the arrays to which they belong.
+    """The cotangents that a backward kernel computes, or the arrays whose cotangents it computes.
 
     A cotangent is None if the kernel does not compute it.
 
@@ -191,8 +194,8 @@ class _Cotangents(NamedTuple):
     def shapes(self) -> PyTree:
         """Returns the shapes and dtypes of a kernel's results.
 
-        Cotangents that are summed over the batch are float32. Other cotangents have the dtype of
-        their array.
+        Cotangents that are summed over the batch are float32. All other cotangents have the dtype
+        of the corresponding array.
         """
 
         def shape(x: Ref) -> jax.ShapeDtypeStruct:
@@ -202,7 +205,7 @@ class _Cotangents(NamedTuple):
         return jax.tree.map(shape, self)
 
     def is_shared(self) -> PyTree:
-        """Returns a tree of bools that say whether all examples share the array."""
+        """Returns a tree with a bool for each array: whether all examples share the array."""
         return jax.tree.map(lambda x: x.shape[0] == 1, self)
 
 
@@ -224,7 +227,7 @@ def backward(
       soft_cap: the argument `soft_cap` of `attend`.
       inputs: the inputs of `forward`.
       stats: the row statistics that `forward` returned.
-      delta: `softmax_vjp_delta` of the output and its cotangent, ``[b, q, h, 1]``.
+      delta: the result of `softmax_vjp_delta` for the output and its cotangent, ``[b, q, h, 1]``.
       dout: the cotangent of the output, ``[b, q, h, e]``.
       interpret: whether to run the kernels in Python, without a TPU.
     """
@@ -238,8 +241,8 @@ def backward(
     tiling = Tiling(inputs.mask, query_offset, batch, heads, q_length, k_length, soft_cap)
 
     if tiling.tile_rows == q_length:
-        # One tile holds all queries, so a program can sum over the queries. One kernel therefore
-        # computes all cotangents.
+        # One tile holds all queries, so a single program can sum over the queries. One kernel can
+        # therefore compute all cotangents.
         primals = _Cotangents(operands.products, operands.values, bias)
         cotangents = _call_backward(operands, residuals, primals, tiling, interpret=interpret)
     else:
@@ -266,7 +269,7 @@ def backward(
 
 
 def _merge(by_queries: _Cotangents, by_keys: _Cotangents) -> _Cotangents:
-    """Combines the cotangents of the kernel for queries and the kernel for keys.
+    """Combines the cotangents that the kernel for queries and the kernel for keys have computed.
 
     Each of the two kernels leaves out the cotangents that the other kernel computes.
     """
@@ -281,8 +284,8 @@ def _merge(by_queries: _Cotangents, by_keys: _Cotangents) -> _Cotangents:
 def _transpose_bias(bias: Bias, count: int) -> Bias:
     """Returns the bias for tiles whose rows are keys.
 
-    The order of the diagonals is reversed. The table stays as it is, because `fill_bias_tile`
-    transposes the tiles of the table.
+    The order of the diagonals is reversed. The table is unchanged, because `fill_bias_tile`
+    transposes each tile of the table.
 
     Args:
       bias: the bias for tiles whose rows are queries.
@@ -304,8 +307,8 @@ def _call_backward(
     interpret: bool,
 ) -> _Cotangents:
     """Returns the cotangents of the operands that `primals` contains."""
-    # For each logit, S, dQ and dK take as many multiply-adds as the factors have columns. dP and dV
-    # take as many multiply-adds as the values have columns.
+    # S, dQ and dK each take one multiply-add per logit for every column of the factors. The
+    # products dP and dV each take one multiply-add per logit for every column of the values.
     low_rank = primals.products.low_rank
     has_queries = any(term.queries is not None for term in low_rank)
     has_keys = any(term.keys is not None for term in low_rank)
@@ -336,8 +339,7 @@ def _backward_kernel(
 
     Args:
       tiling: the tiling of the logits.
-      is_shared: a tree of bools with the structure of `results`. A bool is true if all examples
-        share the result.
+      is_shared: a tree with a bool for each result, which is true if all examples share the result.
       refs: references to the tiles of the operands.
       residuals: references to the tiles of the residuals.
       results: references to the tiles of the results, with None for results that the kernel leaves
@@ -353,23 +355,23 @@ def _backward_kernel(
         row[...] if tiling.transposed else row[...].T
         for row in (residuals.row_max, residuals.inverse_row_sum, residuals.delta)
     )
-    # P = exp(S - max) / Σ exp
+    # The weights are P = exp(S - max) / Σ exp(S - max).
     weights = clear_forbidden(allowed, jnp.exp(logits - row_max)) * inverse_row_sum
 
-    # dP = dO Vᵀ and dS = P ∘ (dP - delta). If the tile is transposed, dPᵀ = V dOᵀ is computed
-    # instead of dP.
+    # dP = dO Vᵀ. If the tile is transposed, dPᵀ = V dOᵀ is computed instead.
+    # The cotangent of the logits is dS = P ∘ (dP - delta).
     dout = residuals.dout[...]
     values = refs.values[...]
     pair = (values, dout) if tiling.transposed else (dout, values)
     dlogits = weights * (matmul(*pair, axes=(1, 1)) - delta)
     if tiling.soft_cap is not None:
-        # The logits are c · tanh(x / c) with the soft cap c. The derivative of the soft cap is
-        # 1 - tanh²(x / c).
+        # With a soft cap c, the logits are c · tanh(x / c), whose derivative is 1 - tanh²(x / c).
         dlogits *= 1.0 - (logits / tiling.soft_cap) ** 2
 
     _write_products(tiling, is_shared.products, refs.products, results.products, dlogits)
     if results.values is not None:
-        # dV = Pᵀ dO, [k, e]
+        # dV = Pᵀ dO.
+        # The shape of dV is [k, e].
         dvalues = matmul(weights.astype(dout.dtype), dout, axes=(tiling.query_axis, 0))
         _write_result(results.values, dvalues, is_shared=is_shared.values)
     if results.bias.table is not None:
@@ -385,17 +387,20 @@ def _write_products(
     low_rank = zip(terms.low_rank, results.low_rank, is_shared.low_rank, strict=True)
     for term, result, shared in low_rank:
         if result.queries is not None:
-            # dQ = dS K, [q, r]
+            # dQ = dS K.
+            # The shape of dQ is [q, r].
             keys = term.keys[...]
             dqueries = matmul(dlogits.astype(keys.dtype), keys, axes=(tiling.key_axis, 0))
             _write_result(result.queries, dqueries, is_shared=shared.queries)
         if result.keys is not None:
-            # dK = dSᵀ Q, [k, r]
+            # dK = dSᵀ Q.
+            # The shape of dK is [k, r].
             queries = term.queries[...]
             dkeys = matmul(dlogits.astype(queries.dtype), queries, axes=(tiling.query_axis, 0))
             _write_result(result.keys, dkeys, is_shared=shared.keys)
 
-    # The kernel with transposed tiles skips `Outer` terms, because a and b have an axis of queries.
+    # The kernel with transposed tiles skips `Outer` terms, because both of their factors, a and b,
+    # belong to queries.
     if results.outer:
         outer = zip(terms.outer, results.outer, is_shared.outer, strict=True)
         for outer_term, outer_result, outer_shared in outer:
@@ -407,7 +412,8 @@ def _write_products(
 def _write_result(ref: Ref, value: jax.Array, *, is_shared: bool) -> None:
     """Writes the result of one example, or adds it to the sum over the previous examples.
 
-    If all examples share the result, its tile stays in vector memory until the last example.
+    If all examples share the result, the tile of the result stays in vector memory until the last
+    example.
     """
     value = value.astype(ref.dtype)
     if not is_shared:
@@ -426,13 +432,12 @@ def _write_result(ref: Ref, value: jax.Array, *, is_shared: bool) -> None:
 def _add_diagonals(total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiling: Tiling) -> None:
     """Adds the sums along a tile's diagonals to the cotangent of the diagonals.
 
-    The tiles of all examples are summed first. To sum along diagonals, the kernel rotates
-    registers, which is slow. The sum along diagonals is therefore computed only once, with the last
-    example.
+    The tiles of all examples are summed first. Summing along diagonals rotates registers, which is
+    slow, so the kernel sums along the diagonals only once, after the last example.
 
     Args:
-      total: the cotangent of the diagonals, ``[1, w]``, which stays in vector memory for all tiles
-        of a head.
+      total: the cotangent of the diagonals, ``[1, w]``, which stays in vector memory until all
+        tiles of a head are done.
       dlogits_sum: scratch memory for the sum over the examples, ``[tile_rows, columns]``.
       dlogits: the cotangents of the logits of the current example, ``[tile_rows, columns]``.
       tiling: the tiling of the logits.

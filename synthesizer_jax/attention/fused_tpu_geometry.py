@@ -16,8 +16,8 @@ A tile contains all keys of a row, so the softmax needs no second pass and no re
 ``(heads, tiles of rows, examples)``. The axis of examples is innermost, so that a tile of the bias
 is read only once for all examples.
 
-One of the backward kernels has *transposed* tiles. The rows of a transposed tile are some keys,
-and the columns of a transposed tile are all queries.
+One of the backward kernels has *transposed* tiles. The rows of a transposed tile belong to some of
+the keys, and its columns belong to all queries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ A program holds about six arrays of this size at once. A core of TPU v4 has 16 M
 
 
 def choose_tile_rows(rows: int, columns: int) -> int:
-    """Returns the number of rows of a tile, for a matrix of logits with `rows` and `columns`.
+    """Returns the number of rows of a tile, for a matrix of logits ``[rows, columns]``.
 
     A tile has all rows if they fit into `MAX_TILE` logits. Otherwise the number of rows is the
     largest multiple of `LANES` that fits, but at least `LANES` and at most `rows`.
@@ -73,7 +73,8 @@ class Tiling:
     """The tiles into which a kernel cuts the logits, and other options known at tracing time.
 
     Attributes:
-      mask: the mask. Kernels read the band from this mask, and arrays of the mask from `Operands`.
+      mask: the mask, from which kernels read only the band. Kernels read the arrays of the mask
+        from `Operands`.
       offset: the position of the first query.
       batch: the number of examples.
       heads: the number of heads.
@@ -130,10 +131,10 @@ class Tiling:
         return Scratch(tile if has_bias else None, tile if sums_diagonals else None)
 
     def plan(self, multiply_adds: int, scratch: Scratch) -> KernelPlan:
-        """Returns the plan of a kernel with `multiply_adds` multiply-adds for each logit.
+        """Returns the plan of a kernel that computes `multiply_adds` multiply-adds for each logit.
 
-        The tiles of a program have one head ``h`` and one example ``b``. The rows of a tile are
-        queries ``q``, or keys ``k`` if the tile is transposed.
+        Each program works on one head (axis ``h``) and one example (axis ``b``). The rows of its
+        tile are queries (axis ``q``), or keys (axis ``k``) if the tile is transposed.
         """
         row_axis = "k" if self.transposed else "q"
         num_logits = self.batch * self.heads * self.rows * self.columns
@@ -192,8 +193,8 @@ class Operands(NamedTuple):
 def make_operands(inputs: FusedInputs, bias: Bias) -> Operands:
     """Returns the inputs of the fused route in the layout of the kernels."""
     products, _, values, mask, _ = inputs
-    # In packed rows, padding has a separate segment, so `query_segments` and `key_segments` already
-    # exclude padding.
+    # In packed rows, padding has a separate segment number. The comparison of `query_segments` and
+    # `key_segments` therefore already excludes padding.
     has_padding = mask.key_lengths is not None or mask.key_valid is not None
     real_keys = mask.keys(values.shape[1]) if has_padding else None
     return Operands(
@@ -213,7 +214,7 @@ def _as_row(x: jax.Array | None) -> jax.Array | None:
 
 
 def product_axes(products: Products) -> Products:
-    """Returns the letters of the axes of every factor, which are ``bhq.`` or ``bhk.``.
+    """Returns the axis letters of every factor, which are ``bhq.`` or ``bhk.``.
 
     A factor that is None has no letters.
     """
@@ -231,7 +232,7 @@ def heads_first(x: jax.Array) -> jax.Array:
 
 
 def without_queries(products: Products) -> Products:
-    """Returns the products with None for the queries of `LowRank` terms."""
+    """Returns the products, with the queries of `LowRank` terms replaced by None."""
     absent: PyTree = None
     return products._replace(
         low_rank=tuple(dataclasses.replace(term, queries=absent) for term in products.low_rank)
@@ -239,7 +240,7 @@ def without_queries(products: Products) -> Products:
 
 
 def without_keys(products: Products) -> Products:
-    """Returns the products with None for the keys of `LowRank` terms."""
+    """Returns the products, with the keys of `LowRank` terms replaced by None."""
     absent: PyTree = None
     return products._replace(
         low_rank=tuple(dataclasses.replace(term, keys=absent) for term in products.low_rank)

@@ -2,7 +2,8 @@
 
 The logits combine products, bias, soft cap and mask. Both the forward kernel and the backward
 kernels call this module. The rows of a tile are queries, or keys if the tile is transposed. All
-examples share the bias, so a tile of the bias is computed for the first example and kept.
+examples share the bias, so each tile of the bias is computed for the first example, and then kept
+for the other examples.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from synthesizer_jax.attention.tpu import Bias, Ref, matmul, roll_diagonals
 
 
 def fill_bias_tile(tile: Ref, bias: Bias, tiling: Tiling) -> None:
-    """Computes a tile of the bias, ``[tile_rows, columns]``, if the example is the first one.
+    """Computes a tile of the bias, ``[tile_rows, columns]``, in the program of the first example.
 
     The programs of the other examples read the tile from scratch memory. The function does nothing
     if `tile` is None.
@@ -43,7 +44,7 @@ def fill_bias_tile(tile: Ref, bias: Bias, tiling: Tiling) -> None:
 
 
 def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the logits of a program's tile, float32, and a bool array of the allowed logits.
+    """Returns the logits of a program's tile in float32, and a bool array of the allowed logits.
 
     The second result is None if the mask allows all logits of the tile.
 
@@ -59,11 +60,13 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
         pair = (keys, queries) if tiling.transposed else (queries, keys)
         return matmul(*pair, axes=(1, 1), exact=exact)
 
-    # S = bias + Σ Q Kᵀ + Σ (a Eₐᵀ) ∘ (b Eᵦᵀ)
+    # The logits are S = bias + Σ Q Kᵀ + Σ (a Eₐᵀ) ∘ (b Eᵦᵀ).
+    # The first sum is over the `LowRank` terms, and the second sum is over the `Outer` terms.
     summands = [] if bias is None else [bias[...]]
     summands += [product(term.queries[...], term.keys[...]) for term in refs.products.low_rank]
     for term in refs.products.outer:
-        # A transposed tile has as many keys as rows, from `first` on. Other tiles have all keys.
+        # A transposed tile contains the `count` keys from `first` on, one in each row. Any other
+        # tile contains all keys.
         first: int | jax.Array = 0
         count = tiling.columns
         if tiling.transposed:
@@ -81,24 +84,24 @@ def logits_tile(refs: Operands, bias: Ref, tiling: Tiling) -> tuple[jax.Array, j
 
 
 def _allowed_tile(refs: Operands, tiling: Tiling, index: jax.Array) -> jax.Array | None:
-    """Returns a bool array that says which logits of a tile the mask allows, or None for all.
+    """Returns a bool array of the logits of a tile that the mask allows, or None to allow all.
 
     The array has the shape of the tile. This function does not mask padding queries, because the
-    caller of the forward kernel sets the ``1 / Σ exp`` of padding queries to zero.
+    caller of the forward kernel sets the inverse row sums of padding queries to zero.
     """
     row = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 0) + index * tiling.tile_rows
     column = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 1)
     query, key = (column, row) if tiling.transposed else (row, column)
 
-    # The band rules apply causal masks and windows.
+    # The rules of the band implement causal masks and windows.
     rules = tiling.mask.band_rules(query + tiling.offset, key)
 
     if refs.real_keys is not None:
         real_keys = refs.real_keys[...]  # [1, k]
         rules.append((real_keys.T if tiling.transposed else real_keys) != 0)
 
-    # In packed rows, a query may attend only to the keys of its own segment. The segments are
-    # arrays [1, n]. The segments for the rows of the tile are transposed to [n, 1].
+    # In packed rows, a query may attend only to the keys of its own segment. The segment numbers
+    # have the shape [1, n]. The segment numbers of the tile's rows are transposed to [n, 1].
     if refs.query_segments is not None:
         query_segments = refs.query_segments[...]
         key_segments = refs.key_segments[...]
@@ -117,11 +120,11 @@ def _allowed_tile(refs: Operands, tiling: Tiling, index: jax.Array) -> jax.Array
 
 
 def clear_forbidden(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
-    """Returns the weights, with zeros for the keys that the mask forbids.
+    """Returns the weights, with zeros wherever the mask forbids a key.
 
-    In a row without keys, the forward kernel sets all logits to `LOW`, which is also the maximum of
-    the row. The exponentials are then 1 instead of 0, so the weights of forbidden keys must be
-    cleared.
+    In a row without an allowed key, the forward kernel sets all logits to `LOW`, which is then also
+    the maximum of the row. The exponentials are 1 instead of 0, so the weights of forbidden keys
+    must be set to zero.
     """
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
@@ -129,8 +132,8 @@ def clear_forbidden(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
 def a_one_hot(term: Outer, first: int | jax.Array, count: int) -> jax.Array:
     """Returns the one-hot matrix Eₐ, ``[count, A]``, which selects an entry of ``a`` for each key.
 
-    Key j of an `Outer` term has the entries ``a[j // B]`` and ``b[j % B]``. A product with a
-    one-hot matrix replaces a gather, because gathers are slow on TPUs.
+    In an `Outer` term, the logit of key j is ``a[j // B] · b[j % B]``. A product with a one-hot
+    matrix replaces a gather, because gathers are slow on TPUs.
     """
     return _one_hot(term.a, lax.div, term.b.shape[-1], first, count)
 

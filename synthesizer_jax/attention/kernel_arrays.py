@@ -1,9 +1,9 @@
 """Labels the axes of the inputs and outputs of Pallas kernels, and runs the kernels.
 
-A kernel has many arguments with different ranks, and some arguments may be absent. Each axis of an
-argument has a letter. The letters determine how an argument is cut into blocks, so that no
-`BlockSpec` is written by hand. The kernels for TPUs and the kernels for GPUs cut their arguments in
-different ways, but `run_kernel` runs both.
+A kernel has many arguments with different numbers of axes, and some arguments may be absent. Each
+axis of an argument is named by a letter. The letters determine how an argument is cut into blocks,
+so that no `BlockSpec` is written by hand. The kernels for TPUs and the kernels for GPUs cut their
+arguments in different ways, but `run_kernel` runs both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LabeledArrays(NamedTuple):
     axes: PyTree
 
     def specs(self, spec: Callable[[Any, str], pl.BlockSpec | None]) -> PyTree:
-        """Returns the tree of the block specifications of all arrays."""
+        """Returns a tree with the block specification of each array."""
         return jax.tree.map(spec, self.arrays, self.axes, is_leaf=lambda x: x is None)
 
     def num_bytes(self) -> int:
@@ -45,8 +45,8 @@ class LabeledArrays(NamedTuple):
         varies. The results vary along the same mesh axes as the inputs. Outside of `jax.shard_map`,
         no array varies along a mesh axis.
         """
-        # `mat` is the manual axis type of an array. All inputs have the same one, because the
-        # routes call `match_varying_axes`, so it can be read from any input.
+        # `mat` is the manual axis type of an array. The routes have called `match_varying_axes`, so
+        # all inputs have the same manual axis type, and any input can provide it.
         varying = jax.typeof(jax.tree.leaves(inputs.arrays)[0]).mat
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), self.arrays
@@ -70,16 +70,16 @@ def run_kernel(
 
     Args:
       kernel: a function of references to the inputs, the outputs and the scratch memory.
-      inputs: a tuple of trees of arrays.
-      outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`. The results have the same
-        shapes and dtypes.
+      inputs: a tuple of pytrees of arrays.
+      outputs: a tuple of pytrees of arrays or of `jax.ShapeDtypeStruct`, which have the shapes and
+        dtypes of the results.
       spec: a function that maps an array and the letters of its axes to a block specification, or
         to None if the array is absent.
       grid: the numbers of programs along each axis of the grid.
       flops: the number of FLOPs of all programs together.
       exponentials: the number of exponentials that all programs compute.
       compiler_params: the parameters of the platform's compiler.
-      scratch: a tuple of scratch memory that a program keeps for the next program.
+      scratch: a tuple of scratch memory, whose contents are kept from one program to the next.
       interpret: whether to run the kernel in Python, without the device.
     """
     cost = pl.CostEstimate(

@@ -1,7 +1,7 @@
 """Masks, which say which keys each query may attend to.
 
-A `Mask` stores padding, bands, segments and patterns in separate fields, and not as one array
-``[b, h, q, k]``. The routes of attention use the separate fields. For example, a route can set
+A `Mask` stores padding, bands, segments and patterns in separate fields instead of in one array
+``[b, h, q, k]``. The attention routes make use of the separate fields. For example, a route can set
 padding values to zero instead of masking the logits, skip the tiles that a causal mask hides, or
 unpack segments to separate rows.
 """
@@ -24,7 +24,7 @@ from synthesizer_jax.base.typing import PyTree
 
 
 class _Fields(TypedDict, total=False):
-    """The fields of `Mask` that `Mask.padded` and `Mask.packed` take as further keywords."""
+    """The fields of `Mask` that `Mask.padded` and `Mask.packed` accept as keyword arguments."""
 
     window: int | tuple[int | None, int | None] | None
     prefix_lengths: jax.Array | None
@@ -51,22 +51,22 @@ class Mask:
     pairs. The output of attention is zero for a query that is padding, and for a query that may
     attend to no key.
 
-    `padded` and `packed` create the usual masks. Both functions also record whether the queries are
-    the keys. `jax.jit`, `jax.checkpoint` and scans preserve this record. `attend` checks shapes and
-    dtypes. In boolean fields, numbers other than zero count as True. An array with a batch axis of
-    1 is shared by all examples.
+    `padded` and `packed` create the usual masks. Both functions also record whether queries and
+    keys are the same tokens. This record is kept under `jax.jit`, `jax.checkpoint` and scans. The
+    shapes and dtypes of a mask are checked by `attend`. In boolean fields, numbers other than zero
+    count as True. If the batch axis of an array has size 1, all examples share the array.
 
     Attributes:
       causal: whether a query may attend only to keys up to its own position.
       window: ``(before, after)``, the numbers of keys that a query may attend to before and after
         its own position. None means that the number is not limited. A single number n is short for
         ``(n - 1, None)``. With ``causal=True`` and a window of n, a query may attend to the last n
-        keys.
-      key_lengths: ``[b]``. The keys before this position are real, and the keys from this position
-        on are padding. Lengths are the fastest way to describe padding.
+        keys up to its own position.
+      key_lengths: ``[b]``, the number of real keys of each example. All later keys are padding.
+        Lengths are the fastest way to describe padding.
       key_valid: ``[b, k]`` bool. True marks a real key. Real keys and padding may be in any order.
-      query_lengths: ``[b]``. The queries before this position are real, and the queries from this
-        position on are padding. If the field is None, all queries are real.
+      query_lengths: ``[b]``, the number of real queries of each example. All later queries are
+        padding. If the field is None, all queries are real.
       query_valid: ``[b, q]`` bool. True marks a real query. Real queries and padding may be in any
         order.
       query_segments: ``[b, q]``, the segment number of each query. A segment is a packed example.
@@ -77,20 +77,20 @@ class Mask:
         `query_segments`, or neither.
       segment_length: an upper bound on the length of a segment. None means the length of the row.
       segments: an upper bound on the number of segments in a row, or None if no bound is known.
-      prefix_lengths: ``[b]``. All queries may attend to the keys before this position, even if
-        `causal` or `window` hides these keys (prefix language model). The prefix has no effect on
-        the other fields.
-      query_offset: the position of the first query, where the first key is at position 0. In
-        decoding, the offset is usually not 0. An offset of 0 is part of the structure of the
-        pytree, so that kernels know it under `jax.jit` and `jax.checkpoint`. All other offsets are
-        traced. If a loop carries a mask, or a conditional returns a mask, the offset must be an
-        array from the beginning.
-      allowed: ``[b or 1, h or 1, q or 1, k]`` bool, any other pattern of allowed pairs. This field
-        is slower than the other fields.
+      prefix_lengths: ``[b]``, the length of each example's prefix. All queries may attend to the
+        keys of the prefix, even if `causal` or `window` hides these keys (prefix language model).
+        The prefix does not override the other fields.
+      query_offset: the position of the first query, counted from the first key. In decoding, the
+        offset is usually not 0. An offset of 0 is part of the structure of the pytree, so that
+        kernels know it under `jax.jit` and `jax.checkpoint`. All other offsets are traced. If a
+        mask is the carry of a loop or the result of a conditional, its offset must be an array from
+        the beginning.
+      allowed: ``[b or 1, h or 1, q or 1, k]`` bool, which is True if the query may attend to the
+        key. Use `allowed` for patterns that the other fields cannot express, because it is slower.
       self_attention: whether queries and keys are the same tokens, with the same padding. `padded`,
         `packed` and `for_self_attention` set this field.
-      cleared_keys: whether the keys and values of padding are zeros already. The cache of a memory
-        sets this field.
+      cleared_keys: whether the keys and values of padding have already been set to zero. Decoding
+        with cross-attention sets this field.
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -116,8 +116,8 @@ class Mask:
     ) -> tuple[list[tuple[GetAttrKey, PyTree]], tuple[bool, tuple[object, ...]]]:
         """Returns the arrays with their names, and the static fields.
 
-        The second result is static under `jax.jit`. It is a pair that contains the static fields,
-        and whether the offset is the number 0.
+        The second result is static under `jax.jit`. It is a pair of a bool, which says whether the
+        offset is the number 0, and a tuple of the static fields.
         """
         starts_at_zero = isinstance(self.query_offset, int) and self.query_offset == 0
         parts = {name: getattr(self, name) for name in _ARRAYS}
@@ -152,13 +152,13 @@ class Mask:
           keys: ``[b]`` integers or ``[b, k]`` bool. Integers are the numbers of real keys, and all
             later keys are padding. A bool array is True for real keys.
           queries: ``[b]`` integers or ``[b, q]`` bool, which mark the real queries. None means that
-            the queries are the keys, as in self-attention.
+            the queries are the same tokens as the keys, as in self-attention.
           causal: whether a query may attend only to keys up to its own position.
           **fields: further fields of `Mask`.
         """
 
         def kind(x: jax.Array) -> str:
-            """Returns "lengths" for an array with one axis, and otherwise "valid"."""
+            """Returns "lengths" for an array with one axis, and "valid" for any other array."""
             return "lengths" if jnp.ndim(x) == 1 else "valid"
 
         given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
@@ -184,7 +184,7 @@ class Mask:
           keys: ``[b, k]``, the segment number of each key. Segments are numbered 1, 2, … in the
             order of the row, and padding has the number 0.
           queries: ``[b, q]``, the segment number of each query. None means that the queries are the
-            keys, as in self-attention.
+            same tokens as the keys, as in self-attention.
           causal: whether a query may attend only to keys up to its own position.
           segments: an upper bound on the number of segments in a row.
           segment_length: an upper bound on the length of a segment.
@@ -213,9 +213,9 @@ class Mask:
             `models.token_model.token_mask`.
 
         Raises:
-          ValueError: if an array has another number of axes, or has floating-point numbers other
-            than 0 and 1.
-          TypeError: if the mask is of another type.
+          ValueError: if an array has a different number of axes, or has floating-point numbers
+            other than 0 and 1.
+          TypeError: if the mask has any other type.
         """
         if mask is None or isinstance(mask, Mask):
             return cls() if mask is None else mask
@@ -233,8 +233,9 @@ class Mask:
         mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
 
-        # A mask of keys is stored in `key_valid`, which more routes support. All queries are real,
-        # so `query_valid` has a single entry True for all queries.
+        # An array that only masks keys is stored in `key_valid`, because more routes support
+        # `key_valid` than `allowed`. All queries are real, so `query_valid` has a single entry,
+        # True, which applies to all queries.
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)
@@ -266,7 +267,7 @@ class Mask:
         )
 
     def map_arrays(self, function: Callable[[str, jax.Array], jax.Array]) -> Mask:
-        """Returns the mask with a function applied to all of its arrays, except the offset.
+        """Applies a function to all arrays of the mask except the offset, and returns the new mask.
 
         Args:
           function: a function that takes the name of a field and its array, and returns the new
@@ -279,7 +280,7 @@ class Mask:
         return dataclasses.replace(self, **changed)
 
     def broadcast_to(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
-        """Returns the mask with every array in its full shape, and with bool arrays for patterns.
+        """Returns the mask with all arrays broadcast to their full shapes, and with bool patterns.
 
         Args:
           batch: the number of examples.
@@ -330,7 +331,7 @@ class Mask:
 
         The masks are bool, ``[b, q]`` and ``[b, k]``. A mask is None if there is no padding to set
         to zero. The mask of keys is also None if `cleared_keys` is True, because the padding keys
-        are zeros already.
+        have already been set to zero.
         """
         return self.queries(q_length), None if self.cleared_keys else self.keys(k_length)
 
@@ -352,8 +353,8 @@ class Mask:
     def band(self) -> tuple[int | None, int | None]:
         """The numbers of keys that a query may attend to before and after its own position.
 
-        The band combines `causal` and `window`. A number is None if the band is not limited on one
-        side. If the mask is causal, the second number is 0 or negative.
+        The band combines `causal` and `window`. A number is None if the band has no limit on that
+        side. If the mask is causal, the number of keys after the query is 0 or negative.
         """
         window = self.window
         if not isinstance(window, tuple):
@@ -402,11 +403,11 @@ class Mask:
         return _all(*self.band_rules(query, key))
 
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """Returns a bool array of the allowed pairs for each side of the band that has a limit.
+        """Returns one bool array of allowed pairs for each side on which the band has a limit.
 
         Args:
           query: positions of queries.
-          key: positions of keys, in a shape that broadcasts with that of `query`.
+          key: positions of keys, in a shape that can be broadcast with the shape of `query`.
         """
         before, after = self.band
         rules = [] if before is None else [key >= query - before]
@@ -541,7 +542,7 @@ def add_pattern(
 def segment_positions(segments: jax.Array) -> jax.Array:
     """Returns the position of each token in its packed segment.
 
-    The positions start at 0 in each run of equal segment numbers.
+    Positions start at 0 again wherever the segment number changes.
 
     Args:
       segments: segment numbers, ``[..., n]``.
@@ -582,13 +583,13 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
       sizes: the sizes of the axes "batch", "heads", "q" and "k".
 
     Raises:
-      ValueError: if the array has another shape or dtype.
+      ValueError: if the array has the wrong shape or dtype.
     """
     x = jnp.asarray(x)
     axes = _AXES.get(name, ("batch",))
     shape = tuple(sizes[axis] for axis in axes)
-    # `shared` names the axes that may have a size of 1. An axis of size 1 is shared by all entries
-    # of the full axis.
+    # `shared` contains the names of the axes that may have size 1. The single entry of such an axis
+    # applies to all positions along the full axis.
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
         n == size or (n == 1 and axis in shared)
@@ -610,8 +611,8 @@ def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
 
     x = as_bool(x)
     if name == "allowed":
-        # Shared axes of examples and heads keep the size 1, because the full pattern would be
-        # large.
+        # If the axis of examples or heads has size 1, it is not broadcast, because the full pattern
+        # would be large.
         shape = (*x.shape[:2], *shape[2:])
     return jnp.broadcast_to(x, shape)
 
@@ -628,7 +629,11 @@ def zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
-    """Sets padding to zero. With `jax.checkpoint`, the backward pass keeps only ``[b, n]``."""
+    """Sets padding to zero.
+
+    With `jax.checkpoint`, only the mask ``[b, n]`` is saved for the backward pass, and not an array
+    with all axes of `x`.
+    """
     return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
 
 
@@ -650,7 +655,7 @@ def _real(
 def _for_all(valid: jax.Array, length: int) -> jax.Array:
     """Returns a bool array of the real positions, ``[..., length]``.
 
-    A pattern with a single entry applies to all positions.
+    If `valid` has a single entry, the entry applies to all positions.
     """
     if valid.shape[-1] != 1:
         return valid
@@ -658,7 +663,7 @@ def _for_all(valid: jax.Array, length: int) -> jax.Array:
 
 
 def _before(lengths: jax.Array, n: int) -> jax.Array:
-    """Returns a bool array that marks the positions before each of the lengths.
+    """Returns a bool array that marks the positions that are smaller than each length.
 
     Args:
       lengths: ``[...]`` integers.

@@ -1,4 +1,4 @@
-"""Functions for the axes of the surrounding mesh, which may have any axis type.
+"""Functions that handle the three axis types of the surrounding mesh.
 
 A mesh axis is *explicit* if the types of arrays say how the axis divides the arrays. A mesh axis is
 *automatic* if the compiler decides how the axis divides the arrays. A mesh axis is *manual* inside
@@ -30,10 +30,10 @@ def axes_of_type(kind: AxisType) -> tuple[str, ...]:
 
 
 def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
-    """Returns the explicit mesh axes that divide one axis of an array, according to its type.
+    """Returns the explicit mesh axes that divide one axis of an array, as stated in its type.
 
-    Without a mesh, or if all mesh axes are automatic, the type names no mesh axes, and the result
-    is empty.
+    Without a mesh, or if all mesh axes are automatic, the type contains no mesh axes, and the
+    result is empty.
     """
     entry = jax.typeof(x).sharding.spec[axis]
     if entry is None:
@@ -61,9 +61,9 @@ def match_varying_axes(*trees: PyTree) -> PyTree:
     """Makes all arrays vary over the same manual mesh axes, which loops and conditionals require.
 
     Inside of `jax.shard_map`, an array varies over a mesh axis if its values differ between the
-    devices along the axis. This function marks every array as varying over all axes over which any
-    of the arrays varies. The cotangent of an array that the devices share is then summed over the
-    devices. Outside of `jax.shard_map`, the arrays are returned unchanged.
+    devices along the axis. If any of the arrays varies over a mesh axis, this function marks all
+    arrays as varying over the axis. The cotangent of an array that the devices share is then summed
+    over the devices. Outside of `jax.shard_map`, the arrays are returned unchanged.
 
     Args:
       *trees: pytrees of arrays.
@@ -93,8 +93,8 @@ def in_auto_mode(
 ) -> Callable[..., PyTree]:
     """Returns a function that runs with automatic mesh axes instead of explicit mesh axes.
 
-    The current mesh must have explicit axes. Without a mesh, or if no axis is explicit, callers
-    call the function directly.
+    The current mesh must have explicit axes. If there is no mesh or no explicit axis, call the
+    function directly instead.
 
     Args:
       function: a function of pytrees.
@@ -106,7 +106,7 @@ def in_auto_mode(
     auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
 
     def call(*args: PyTree) -> PyTree:
-        """Calls the function with automatic axes, and gives the result explicit axes again."""
+        """Calls the function with automatic axes, and then makes the axes explicit again."""
         with jax.sharding.use_abstract_mesh(auto):
             out = function(*jax.tree.map(_without_types, args))
         return jax.sharding.reshard(out, spec(out))
@@ -115,14 +115,14 @@ def in_auto_mode(
 
 
 def _without_types(x: PyTree) -> PyTree:
-    """Returns an array for automatic mesh axes, with the same sharding as before."""
+    """Removes explicit mesh axes from the type of an array, without changing its sharding."""
     if not isinstance(x, jax.Array):
         return x
     laid_out = jax.typeof(x).sharding.spec
 
-    # The type of the array must not name axes that are now automatic, so the sharding is removed
-    # from the type. The sharding constraint below restores the layout, so that the compiler moves
-    # no data.
+    # The type of an array must not contain axes that are now automatic, so the sharding is removed
+    # from the type. The sharding constraint below keeps the array sharded as before, so that the
+    # compiler moves no data.
     x = jax.sharding.reshard(x, PartitionSpec())
     if all(entry is None for entry in laid_out) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -132,10 +132,11 @@ def _without_types(x: PyTree) -> PyTree:
 def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns a function that runs on every device, with manual instead of automatic mesh axes.
 
-    The compiler cannot partition a kernel. On TPUs, partitioning a kernel even raises an error. The
-    mesh axes that divide examples or heads are manual when a kernel is called. Along all other mesh
-    axes, the devices compute the same results from whole arguments. These results are correct, but
-    the function logs a warning, because arrays may have to be gathered on every device.
+    The compiler cannot partition a kernel. On TPUs, partitioning a kernel even raises an error.
+    When a kernel is called, the mesh axes that divide examples or heads are already manual. Along
+    all other mesh axes, every device computes the same results from the complete arguments. These
+    results are correct, but the function logs a warning, because arrays may have to be gathered on
+    every device.
 
     The current mesh is read when `on_every_device` is called, because the returned function may be
     traced later. Without a mesh, or if no axis is automatic, the function is returned unchanged.
@@ -159,7 +160,7 @@ def on_every_device(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
                 function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=set(axes)
             )
 
-            # Outside of `jax.jit`, `jax.shard_map` cannot make only some axes of a mesh manual.
+            # Outside of `jax.jit`, `jax.shard_map` cannot make only some of the mesh axes manual.
             return jax.jit(sharded, inline=True)(*args)
 
     return call

@@ -1,9 +1,9 @@
 """Attention in packed rows, which contain several examples with separate positions.
 
-Terms that consist of parameters are looked up by the position in the example, not in the row. If
-rows contain few examples, the rows are unpacked to one row per example, and the ordinary routes run
-on the unpacked rows; see `attend_unpacked`. If rows contain many examples, the fused route looks up
-the positions tile by tile; see `FusedInputs.positions`.
+Terms that consist of parameters are looked up by the position in the example, not by the position
+in the row. If rows contain few examples, the rows are unpacked to one row per example, and the
+ordinary routes run on the unpacked rows; see `attend_unpacked`. If rows contain many examples, the
+fused route looks up the positions tile by tile; see `FusedInputs.positions`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ work.
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
-    """Returns the numbers of queries and keys of the rows after unpacking.
+    """Returns the numbers of queries and keys in each row after unpacking.
 
     The result is None if the number of segments is not known, if the mask has a pattern of pairs,
     or if unpacking would create too many logits.
@@ -59,8 +59,8 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
             return term
         last = term.first + term.logits.shape[1] - 1
         if term.first > 1 - q or last < k - 1:
-            # The term does not cover all distances in a segment. `cut_diagonals` will raise an
-            # error.
+            # The term does not cover all distances in a segment. The term is returned unchanged,
+            # and `cut_diagonals` raises an error later.
             return term
 
         # The distances in the row are 1 - q_length to k_length - 1.
@@ -76,8 +76,8 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
     """Returns the terms for rows that are not unpacked, and the positions in segments.
 
     If the queries or keys of a `LowRank` term are parameters, this function looks up the vector of
-    each token by its position. All other terms are returned unchanged. The caller must look up the
-    logits of these terms at the returned positions.
+    each token by its position. All other terms are returned unchanged, and the caller must look up
+    their logits at the returned positions.
 
     Returns:
       The terms, and the positions of queries ``[b, q]`` and keys ``[b, k]``.
@@ -86,7 +86,7 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
     positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
 
     def look_up(term: Term) -> Term:
-        """Returns a `LowRank` term with a row for each token. Other terms are unchanged."""
+        """Returns a `LowRank` term with a vector for each token. Other terms are unchanged."""
         if not isinstance(term, LowRank):
             return term
         queries = term.queries
@@ -119,8 +119,8 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     lengths = unpacked_lengths(mask, q_length, values.shape[1])
     assert mask.segments is not None and lengths is not None
 
-    # `queries` and `keys` are the indices of the tokens of each segment, [b, count, length]. The
-    # lengths of the segments are [b · count].
+    # `queries` and `keys` contain the indices of the tokens of each segment, [b, count, length].
+    # `q_lengths` and `k_lengths` contain the lengths of the segments, [b · count].
     queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
     keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
 
@@ -151,7 +151,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
                 continue
             length = x.shape[a.axes.index(axis)]
             if a.from_tokens:
-                # If the array has a single entry for all positions, every row gathers this entry.
+                # If all positions share a single entry of the array, every row gathers this entry.
                 shared = jnp.zeros_like(positions[..., :1])
                 x = jnp.broadcast_to(x, (positions.shape[0], *x.shape[1:]))
                 x = _gather_rows(x, shared if length == 1 else positions)
@@ -165,7 +165,7 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     call = dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
     out = route(call)  # [b · count, length, h, e]
 
-    # Segments that do not fit into the unpacked rows get NaN.
+    # The outputs of segments that do not fit into the unpacked rows are set to NaN.
     fits = (q_fit & k_fit).reshape(-1)  # [b · count]
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
@@ -192,8 +192,7 @@ def _segment_rows(
     index = start[..., None] + jnp.arange(length)[None, None]  # [b, count, length]
     number = member.sum(axis=-1)  # [b, count]
 
-    # A segment is contiguous if the range from its first to its last token contains only its
-    # tokens.
+    # A segment is contiguous if all tokens between its first and its last token belong to it.
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
     fits = (number == 0) | ((number <= length) & (last - start + 1 == number))
     lengths = jnp.minimum(number, length)
@@ -227,7 +226,7 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
 
 
 def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the entries of an array at the indices of unpacked rows.
+    """Gathers the entries of an array into unpacked rows.
 
     Args:
       x: ``[b, n, ...]``.

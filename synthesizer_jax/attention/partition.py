@@ -1,4 +1,4 @@
-"""The partitioning of attention over the devices of the surrounding mesh."""
+"""Partitions attention over the devices of the surrounding mesh."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Partition:
     and values are then gathered on every device, and each device computes the logits of its own
     queries.
 
-    The axes belong to the current mesh. Without a mesh, a partition has no axes, and `attend` calls
-    the route directly.
+    All axes of a partition belong to the current mesh. Without a mesh, a partition has no axes, and
+    `attend` calls the route directly.
 
     Attributes:
       batch: the names of the mesh axes that divide the batch.
@@ -64,7 +64,7 @@ class Partition:
     sequence: tuple[str, ...] = ()
 
     def restricted_to(self, *, batch: int, heads: int) -> Partition:
-        """Returns the partition without axes that do not divide the batch or the heads evenly.
+        """Returns the partition without the mesh axes that do not divide the batch or heads evenly.
 
         Args:
           batch: the number of examples.
@@ -79,14 +79,14 @@ class Partition:
         )
 
     def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries.
+        """Runs a route under `jax.shard_map`, on the examples, heads and queries of each device.
 
         Args:
           route: a function of a call.
-          call: the call on all devices together.
+          call: the attention call, with the arrays of all devices together.
 
         Returns:
-          The output ``[b, q, h, e]`` on all devices together.
+          The output ``[b, q, h, e]`` of all devices together.
 
         Raises:
           ValueError: if the axes do not divide the examples or the heads evenly, or if the mesh
@@ -98,10 +98,10 @@ class Partition:
         divides_queries = self._divides_queries(call)
 
         def inside(call: Call) -> jax.Array:
-            """Runs the route on a device's own part of the call."""
+            """Runs the route on the part of the call that belongs to one device."""
             if isinstance(offset, int):
-                # `jax.shard_map` has traced the offset. Kernels need the Python number, so it is
-                # restored.
+                # Inside of `jax.shard_map`, the offset is traced. Kernels need a Python number, so
+                # the original offset is restored.
                 mask = dataclasses.replace(call.mask, query_offset=offset)
                 call = dataclasses.replace(call, mask=mask)
             return route(self._own_queries(call) if divides_queries else call)
@@ -112,8 +112,8 @@ class Partition:
         def term_spec(a: TermArray) -> PartitionSpec:
             """Returns how an array of a term is divided over the mesh.
 
-            An axis of examples or queries is not divided if its size is 1, because all devices
-            share it.
+            If an axis of examples or queries has size 1, the axis is not divided, because all
+            devices share its entry.
             """
             entries: list[Axes] = []
             for axis, size in zip(a.axes, a.x.shape, strict=True):
@@ -141,17 +141,19 @@ class Partition:
     def map_rows(
         self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array
     ) -> PyTree:
-        """Applies a function on every device to the device's own rows and to shared arrays.
+        """Applies a function on each device to the device's own rows and to the shared arrays.
 
-        In lookups and in loops over chunks, the compiler would move rows between devices. This
-        method gathers only the shared arrays, and sums the cotangents of the shared arrays once.
+        If the compiler partitioned a lookup or a loop over chunks, it would move rows between
+        devices. This method gathers only the shared arrays, and sums their cotangents over the
+        devices only once.
 
         Args:
           function: a function that maps ``(shared, *arrays)`` to arrays. The function must keep the
             order of the rows, and its results must have the same number of entries on each device.
           shared: a pytree of arrays that all rows share.
-          *arrays: arrays ``[b, ...]``. If the partition has no batch axes, as without a mesh, or if
-            the batch axes do not divide b evenly, the function is called directly with all rows.
+          *arrays: arrays ``[b, ...]``. The function is called directly with all rows if the
+            partition has no batch axes, for example because there is no mesh, or if the batch axes
+            do not divide b evenly.
 
         Returns:
           The results of the function, concatenated over the devices.
@@ -180,8 +182,8 @@ class Partition:
 
         A mesh must be set. `primitives.mesh.constrain` also works without a mesh.
 
-        Without the constraint, the compiler would shard a cotangent like the parameter that is
-        multiplied with the cotangent.
+        Without the constraint, the compiler would shard a cotangent like the parameter with which
+        the cotangent is multiplied.
         """
         if x.shape[0] % self._size(self.batch):
             return x
@@ -189,7 +191,7 @@ class Partition:
         return jax.lax.with_sharding_constraint(x, PartitionSpec(self.batch, length))
 
     def spec(self, x: jax.Array) -> PartitionSpec:
-        """Returns the layout of an output ``[batch..., q, heads, e]``.
+        """Returns the sharding of an output ``[batch..., q, heads, e]``.
 
         The output may have any number of batch axes, including zero.
         """
@@ -197,7 +199,7 @@ class Partition:
         return PartitionSpec(*rows, self.sequence, self.heads)
 
     def _size(self, axes: tuple[str, ...]) -> int:
-        """Returns the number of devices along mesh axes.
+        """Returns the number of devices along the given mesh axes.
 
         Raises:
           ValueError: if the mesh does not have one of the axes.
@@ -242,9 +244,9 @@ class Partition:
             q, k = call.q_length, call.k_length
             diagonals = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
 
-            # Entry j belongs to the distance j - (q - 1). The smallest distance on the device is
-            # the distance between its last query, first + count - 1, and key 0. The entry of this
-            # distance is number q - count - first.
+            # Entry j of `diagonals` belongs to the distance j - (q - 1). On this device, the
+            # smallest distance is the distance of key 0 from the last query, which has the index
+            # first + count - 1. The entry for the smallest distance has index q - count - first.
             start = q - count - first
             diagonals = jax.lax.dynamic_slice_in_dim(diagonals, start, count + k - 1, axis=1)
             return Relative(diagonals, 1 - count)
@@ -256,7 +258,7 @@ class Partition:
         return dataclasses.replace(call, terms=terms, mask=mask, q_length=count)
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
-        """Returns the layout of an array ``[b, n, h, e]``.
+        """Returns the sharding of an array ``[b, n, h, e]``.
 
         Args:
           x: the array.
@@ -265,7 +267,7 @@ class Partition:
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, length, self.heads)
 
     def _mask_spec(self, mask: Mask, queries: Axes) -> Mask:
-        """Returns the layout of the arrays of a mask, as a mask of `PartitionSpec`."""
+        """Returns the sharding of the arrays of a mask, as a mask of `PartitionSpec`."""
         allowed = None
         if mask.allowed is not None:
             batch, heads = (n > 1 for n in mask.allowed.shape[:2])
@@ -290,8 +292,9 @@ class Partition:
 def partition_of_query(query: ArrayLike, *_: PyTree, **__: PyTree) -> Partition:
     """Returns the explicit mesh axes that divide a query, according to the type of the query.
 
-    The query is ``[batch..., q, heads, e]``. Queries with fewer axes are not divided. The attention
-    function raises an error for such queries. Without a mesh, the result has no axes.
+    The query is ``[batch..., q, heads, e]``. A query with fewer than three axes is not divided,
+    because the attention function raises an error for it. Without a mesh, the partition has no
+    axes.
     """
     query = jnp.asarray(query)
     if query.ndim < 3:
@@ -304,12 +307,12 @@ def partition_by_types(
     partition_of: Callable[..., Partition],
     specs: Callable[[Partition, PyTree], PyTree] = Partition.spec,
 ) -> Callable[[Function], Function]:
-    """Makes a function with a keyword `partition` work with explicit mesh axes, JAX's default.
+    """Makes a function with an argument `partition` work with explicit mesh axes, JAX's default.
 
     If the mesh has explicit axes, the function runs with automatic axes instead. The partition is
     read from the types of the arguments, unless the caller passes a partition with axes. If no mesh
-    is set, the mesh is also read from the types of the arguments. If there is no mesh in these
-    types either, or if no axis is explicit, the function is called directly.
+    is set, the mesh is also read from the types of the arguments. If the types contain no mesh
+    either, or if no axis is explicit, the function is called directly.
 
     Args:
       partition_of: a function that takes the same arguments, and returns the partition that the

@@ -106,8 +106,8 @@ def softmax_weights(
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     """Returns the softmax along the last axis, with zeros in rows without any key.
 
-    A row has no key if all of its logits are -inf or masked. In rows without keys, `jax.nn.softmax`
-    would return NaN, or equal weights for all keys.
+    A row has no key if all of its logits are -inf or masked. In such rows, `jax.nn.softmax` would
+    return NaN, or equal weights for all keys.
 
     Args:
       logits: ``[..., k]``.
@@ -121,11 +121,11 @@ def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Computes `softmax`, with a derivative that does not divide by the row sum."""
+    """Computes `softmax`, with a derivative that does not divide by the sum of a row."""
     row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
 
-    # If all logits of a row are masked, the exponential of a masked logit is 1 and not 0. The
+    # If all logits of a row are masked, the exponential of a masked logit is 1 instead of 0. The
     # weights of masked logits are therefore set to zero.
     if pairs is not None:
         weights = jnp.where(pairs, weights, 0)
@@ -156,8 +156,8 @@ def _group_weights(
         group_sinks = None if sinks is None else sinks[start : start + num_heads]
         groups.append(softmax_weights(terms, mask=group_mask, sinks=group_sinks, **options))
 
-    # The weights of a group that consists of parameters have a batch axis of size 1. Such weights
-    # are broadcast to the batch size of the other groups.
+    # If the terms of a group consist of parameters, the weights of the group have a batch axis of
+    # size 1. They are broadcast to the batch size of the other groups.
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 

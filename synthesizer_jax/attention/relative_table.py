@@ -23,7 +23,7 @@ class RelativeTable:
     Attributes:
       table: ``[h, num_buckets]``.
       bidirectional: whether half of the buckets are for keys after the query.
-      max_distance: all distances from this one on share the last bucket.
+      max_distance: all distances of at least `max_distance` share the last bucket.
     """
 
     table: jax.Array
@@ -57,7 +57,7 @@ class RelativeTable:
 
 
 def arange(start: int, end: int) -> np.ndarray | jax.Array:
-    """Returns the integers from `start` to `end`, exclusive.
+    """Returns the integers from `start` to `end` - 1.
 
     If both numbers are known, the result is a NumPy array, which is a constant under `jax.jit`. If
     one number is a symbolic size of `jax.export`, the result is traced.
@@ -73,7 +73,7 @@ def relative_bias(
     max_distance: int = 128,
     head_axis: int = 0,
 ) -> RelativeTable:
-    """Returns T5's relative position bias as an argument `bias` for `dot_product_attention`.
+    """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
 
     The bias adds ``table[:, bucket(j − i)]`` to the logits of query i and key j (Raffel et al.
     2020, section 2.1). Neither the forward nor the backward pass creates an array of queries and
@@ -83,7 +83,7 @@ def relative_bias(
       table: ``[num_heads, num_buckets]``, such as ``rel_embedding`` in T5X and in `RelativeBias`.
       bidirectional: whether keys after the query have separate buckets. Use True for encoders, and
         False for decoders, in which a query attends only to keys up to its own position.
-      max_distance: all distances from this one on share the last bucket.
+      max_distance: all distances of at least `max_distance` share the last bucket.
       head_axis: the axis of heads. Use ``head_axis=1`` for a table ``[num_buckets, num_heads]``,
         such as ``relative_attention_bias`` in Hugging Face's transformers.
 
@@ -109,7 +109,7 @@ def buckets_between(
     """Returns T5's buckets, int32 ``[end - start]``, for the distances from `start` to `end` - 1.
 
     See `relative_buckets` for the arguments. If `start` or `end` is a symbolic size of
-    `jax.export`, the buckets are looked up when the program runs.
+    `jax.export`, the buckets are computed when the program runs.
     """
     buckets_of = functools.partial(
         relative_buckets,
@@ -121,9 +121,9 @@ def buckets_between(
     if isinstance(distances, np.ndarray):
         return buckets_of(distances)
 
-    # All distances beyond `last` share a bucket, so a table of the distances up to `last` contains
-    # all buckets. The table is computed in NumPy, because the less exact logarithm of a TPU would
-    # assign some distances to other buckets.
+    # All distances of `last` or more share a bucket, so a table of the distances up to `last`
+    # contains all buckets. The table is computed in NumPy. TPUs compute logarithms less exactly,
+    # and would assign some distances to the wrong buckets.
     last = max(max_distance, num_buckets)
     table = jnp.asarray(buckets_of(np.arange(-last, last + 1)))
     return table[jnp.clip(distances, -last, last) + last]
@@ -141,7 +141,7 @@ def relative_buckets(
     Args:
       distance: an array of integers.
       num_buckets: the number of buckets.
-      max_distance: all distances from this one on share the last bucket.
+      max_distance: all distances of at least `max_distance` share the last bucket.
       bidirectional: whether half of the buckets are for keys after the query.
     """
     offset = np.zeros_like(distance)
@@ -150,8 +150,8 @@ def relative_buckets(
         num_buckets //= 2
         offset = np.where(n < 0, num_buckets, 0)
         n = np.abs(n)
-    # In encoders, n is now the distance in either direction. In decoders, n is how far the key is
-    # before the query, and keys after the query have the distance 0.
+    # With bidirectional buckets, n is now the distance in either direction. Otherwise, n is the
+    # distance of the key before the query, or 0 if the key comes after the query.
     n = np.maximum(n, 0)
 
     # The first half of the buckets is for single distances 0, 1, 2, …. The second half is for

@@ -1,11 +1,11 @@
-"""The entry point of attention. `attend` checks its arguments, selects a route and runs the route.
+"""The entry point of attention: `attend` checks its arguments, selects a route and runs the route.
 
 A route is one implementation of attention. All routes compute the same result. Routes differ in the
-terms that they support and in the memory that they need. Every route has a function that returns
-the route's obstacle. An obstacle is a sentence that says why the route cannot compute a call. The
-obstacle is None if the route can compute the call. `_select_route` computes the obstacles of all
-routes and selects the first route without an obstacle. The obstacles of the other routes are kept
-for `explain`.
+terms that they support and in the memory that they need. An *obstacle* is a sentence that says why
+a route cannot compute a call. Every route has a function that returns its obstacle for a call, or
+None if the route can compute the call. `_select_route` computes the obstacles of all routes, and
+selects the first route without an obstacle. The obstacles of the other routes are kept for
+`explain`.
 """
 
 from __future__ import annotations
@@ -168,27 +168,27 @@ def attend(
 
     Args:
       terms: the terms of the logits, for q queries and k keys.
-      values: ``[b, k, h, e]``. The values may have fewer heads than the terms if the number of
-        heads of the values divides the number of heads of the terms. Neighboring heads of the terms
-        then share a head of the values.
+      values: ``[b, k, h, e]``. The number of heads of the values must divide the number of heads of
+        the terms. If the values have fewer heads, neighboring heads of the terms share a head of
+        the values.
       mask: a `Mask` or an array that says which keys each query may attend to. `Mask.of` converts
         an array to a `Mask`. None allows all keys.
       q_length: the number of queries. This argument is required if no term has an axis of queries,
         for example if all terms are `Relative`.
-      dropout_rate: the probability with which a weight is dropped. As in T5, dropout is drawn once
-        per example, key and head, and all queries share the draw. This dropout is equivalent to
-        dropping whole value vectors after the softmax. The remaining value vectors are multiplied
-        by ``1 / (1 - dropout_rate)``.
+      dropout_rate: the probability with which a weight is dropped. As in T5, there is one random
+        draw for each example, key and head, and all queries share the draw. This dropout is
+        equivalent to dropping whole value vectors after the softmax. The remaining value vectors
+        are multiplied by ``1 / (1 - dropout_rate)``.
       dropout_key: the PRNG key of the dropout. None turns dropout off.
       soft_cap: replaces each logit x by ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None
         leaves the logits unchanged. A soft cap has no effect on the weights of `Banded` terms.
       sinks: ``[h]``, the logit of one additional key for each head. The value vector of this key is
-        zero, so that a query can attend to nothing (gpt-oss, 2025). None adds no key. Sinks have no
-        effect on the weights of `Banded` terms.
+        zero, so that a query can attend to nothing (gpt-oss, 2025). None means that there is no
+        additional key. Sinks have no effect on the weights of `Banded` terms.
       implementation: the name of a route, or ``auto`` for the fastest route that supports the call.
       partition: the axes of the surrounding mesh that divide examples, heads and queries. If the
-        mesh axes are explicit, None uses the axes in the types of the arguments. If the mesh axes
-        are automatic, None leaves the partitioning to the compiler.
+        mesh axes are explicit, None means that the axes are read from the types of the arguments.
+        If the mesh axes are automatic, None leaves the partitioning to the compiler.
 
     Returns:
       The output ``[b, q, h, e]``, in the dtype of the values.
@@ -274,8 +274,8 @@ def _checked(
     terms = tuple(map(_as_float, terms))
     mask = Mask.of(mask)
 
-    # Several heads of the terms may share a head of the values if the numbers of heads are
-    # divisible.
+    # If the number of heads of the values divides the number of heads of the terms, several heads
+    # of the terms share a head of the values.
     num_heads = terms[0].num_heads
     if heads is None or (heads and num_heads % heads == 0):
         heads = num_heads
@@ -306,7 +306,7 @@ def _checked(
 
 
 def _as_float(term: Term) -> Term:
-    """Returns the term. Integer logits are converted to float32."""
+    """Returns the term, with integer logits converted to float32."""
     if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
         return term
     return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
@@ -337,14 +337,13 @@ def _groups_of_heads(call: Call) -> list[Call]:
 def _run_route(call: Call, implementation: str, partition: Partition | None) -> jax.Array:
     """Selects a route, logs the choice, and runs the route.
 
-    If there is a partition, the route runs on every device with the device's own part of the
-    arrays.
+    If there is a partition, every device runs the route with its own part of the arrays.
     """
     choice = _select_route(call, implementation)
 
     def run(call: Call) -> jax.Array:
         """Runs the selected route, on unpacked examples if `choice.unpack` is True."""
-        # Loops of a route inside `jax.shard_map` need operands that vary over the same mesh axes.
+        # Inside `jax.shard_map`, all operands of a loop must vary over the same mesh axes.
         (call,) = match_varying_axes(call)
         route = ROUTES[choice.route]
         return attend_unpacked(route, call) if choice.unpack else route(call)
@@ -457,7 +456,7 @@ def _log_route(
         """Returns the `jax.vjp` function, whose leaves are the arrays for the backward pass."""
 
         def output(terms: Terms, values: jax.Array) -> jax.Array:
-            """Returns the output of the call with other terms and values."""
+            """Returns the output of the call for the given terms and values."""
             return run(dataclasses.replace(call, terms=terms, values=values))
 
         return jax.vjp(output, call.terms, call.values)[1]
@@ -481,7 +480,7 @@ def _kernel_obstacle(
         found.append(find_obstacle(rows))
         return ROUTES[choice.route](rows)
 
-    # The shapes of the unpacked rows exist only inside of `attend_unpacked`. `jax.eval_shape`
+    # The shapes of the unpacked rows are known only inside of `attend_unpacked`. `jax.eval_shape`
     # traces this function without computing anything.
     jax.eval_shape(functools.partial(attend_unpacked, route), call)
     return found[0]
@@ -562,8 +561,8 @@ def check_terms(terms: object, name: str = "attend: terms") -> None:
 
     Raises:
       TypeError: if the object is not a tuple or a list, or if an entry is not a term.
-      ValueError: if there are no terms, or if a term that cannot be added to other terms is next to
-        another term.
+      ValueError: if there are no terms, or if there are several terms and one of them cannot be
+        added to other terms.
     """
     expected = "it must be a tuple of terms, such as (static(logits),)."
     if isinstance(terms, Term):
@@ -597,8 +596,8 @@ def check_term(
     if isinstance(term, Split):
         return  # the groups of a `Split` are checked one by one
 
-    # In packed rows, parameters are looked up by the position in a segment. A parameter needs to be
-    # only as long as the longest segment.
+    # In packed rows, parameters are looked up by the position in a segment, so a parameter must be
+    # at least as long as the longest segment.
     packed = mask.query_segments is not None
     shortest = mask.segment_lengths(q_length, k_length) if packed else (q_length, k_length)
     for own, length, least, positional in zip(

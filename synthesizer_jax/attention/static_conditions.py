@@ -1,4 +1,4 @@
-"""Defines when the static route shares a softmax between examples, and when it trusts row sums.
+"""Defines when examples can share a softmax, and which row sums the static route can trust.
 
 The matrix products and the TPU kernels of the static route use the definitions in this module.
 """
@@ -17,7 +17,7 @@ denominator of at least `MIN_ROW_SUM` cannot overflow.
 
 
 def is_separable(mask: Mask) -> bool:
-    """Returns whether the real queries of a position may attend to the same keys in every example.
+    """Returns whether the real queries at a position may attend to the same keys in all examples.
 
     The result is true if there is no padding and no prefix. The result is also true for causal
     self-attention with padding at the end of rows, because the padding comes after all real

@@ -14,11 +14,11 @@ E has no batch axis, so numerator and denominator are each one matrix product ov
 A factor that all entries in a row of E share cancels in the division. All examples may therefore
 share c, although the maximum over the real keys may differ between examples.
 
-An underflow does not cancel. If the largest logits of a row belong to keys that are padding in some
-example, then E may be zero for all real keys of this example. The static route therefore checks the
-denominators of real queries. If a denominator is below `MIN_ROW_SUM`, the fused route computes the
-whole call instead. The fused route subtracts the maximum of every example, so it is exact for
-logits of any range.
+An underflow, however, does not cancel in the division. If the largest logits of a row belong to
+keys that are padding in some example, then E may be zero for all real keys of this example. The
+static route therefore checks the denominators of real queries. If a denominator is below
+`MIN_ROW_SUM`, the fused route computes the whole call instead. The fused route subtracts the
+maximum of every example, so it is exact for logits of any range.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def attend_static(call: Call) -> jax.Array:
     options = fused_options(call)
 
     # The fused route replaces the matrix products only if they would lose digits, which is rare.
-    # The TPU kernels of the fused route are excluded, because it would take time to compile them
-    # although they would almost never run.
+    # The TPU kernels of the fused route are excluded, because they would almost never run, but
+    # would take time to compile.
     options = options._replace(platforms=tuple(p for p in options.platforms if p != "tpu"))
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, options),
@@ -146,16 +146,16 @@ _ACCELERATORS = ("cuda", "rocm", "tpu")
 
 
 class _Residuals(NamedTuple):
-    """The arrays that the forward pass keeps if examples may attend to different keys.
+    """The arrays that the forward pass saves if not all examples may attend to the same keys.
 
-    If all examples may attend to the same keys, the forward pass keeps no residuals, because it is
+    If all examples may attend to the same keys, the forward pass saves no residuals, because it is
     cheap to compute the softmax again.
 
     Attributes:
-      inverse_row_sum: the inverse denominators ``1 / (E m)``, ``[h, q, b]``. An inverse denominator
-        is 0 for padding queries and for rows without keys.
-      row_max: the maximum that the fused route subtracted from the logits, ``[h, q, b]``. The
-        maximum has no meaning if `is_exact` is true.
+      inverse_row_sum: the inverse denominators ``1 / (E m)``, ``[h, q, b]``. If the query is
+        padding or may attend to no key, the inverse denominator is 0.
+      row_max: the maximum that the fused route subtracted from the logits, ``[h, q, b]``. If
+        `is_exact` is true, `row_max` is only a placeholder.
       is_exact: a bool scalar that is true if the matrix products computed the output, and false if
         the denominator of a real query was below `MIN_ROW_SUM`.
     """
@@ -184,8 +184,8 @@ def _attend_static_fwd(
     computes the result again. On TPUs, kernels compute the matrix products if they can take the
     inputs.
     """
-    # If the real queries of a position see the same keys in all examples, the examples also share
-    # the denominator.
+    # If the real queries at a position may attend to the same keys in all examples, the examples
+    # also share the denominators of the softmax.
     same_keys = is_separable(inputs.mask)
 
     # GPUs and TPUs compute all heads at once. CPUs use the default, which computes one head after
@@ -211,7 +211,8 @@ def _attend_static_fwd(
     if same_keys:
         return out, ()
 
-    # Rows without keys have an `inverse_row_sum` of 0, so such rows never make `is_exact` false.
+    # In rows without an allowed key, `inverse_row_sum` is 0, so such rows never make `is_exact`
+    # false.
     is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
     def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -225,7 +226,8 @@ def _attend_static_fwd(
         return out, batch_last(stats.inverse_row_sum), batch_last(stats.row_max)
 
     # `lax.cond` takes one of two branches at run time. The first branch returns `inverse_row_sum`
-    # as a placeholder for the row maximum, which the backward pass does not read if `is_exact`.
+    # as a placeholder for `row_max`, because the backward pass does not read `row_max` if
+    # `is_exact` is true.
     out, inverse_row_sum, row_max = lax.cond(
         is_exact, lambda: (out, inverse_row_sum, inverse_row_sum), run_loop
     )
@@ -240,7 +242,7 @@ def _attend_static_bwd(
     residuals: _OptionalResiduals,
     dout: jax.Array,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs, from the implementation that computed the output."""
+    """Returns the cotangents of the inputs, with the implementation that computed the output."""
 
     def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
         """Computes the cotangents with matrix products, or with kernels on TPUs."""
@@ -318,7 +320,8 @@ def _matmul_fwd(
     queries = mask.queries(q_length)
     if is_separable(mask):
         # All examples have the same weights P, so O = P V is one matrix product per head. Real
-        # queries cannot see the padding at the end. The rows of padding queries are set to zero.
+        # queries cannot attend to the padding at the end of a row. The outputs of padding queries
+        # are set to zero.
         weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))  # [h, q, k]
         out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
         return zero_padding(out, queries), None
@@ -350,7 +353,8 @@ def _matmul_fwd(
         # The bound `MIN_ROW_SUM` keeps the inverse finite. If a row sum is below the bound,
         # `_attend_static_fwd` computes the result again with the fused route.
         inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
-        # O = E (m ∘ V) / l, [b, q, e]
+        # O = E (m ∘ V) / l.
+        # The shape of O is [b, q, e].
         out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
         return (out * inverse_row_sum.T[..., None]).astype(values.dtype), inverse_row_sum
 
@@ -378,7 +382,8 @@ def _matmul_bwd(
       dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
 
     Both sums over the examples b are matrix products. The first product contracts the axes b and e,
-    and the second product contracts the axis b. No array has axes for examples, queries and keys.
+    and the second product contracts the axis b. No array has all three axes for examples, queries
+    and keys.
 
     Args:
       inputs: the result of `static_inputs`, which contains no products.
@@ -397,7 +402,8 @@ def _matmul_bwd(
         # The weights P have no batch axis. The cotangent of P is summed over all examples before it
         # goes through the derivative of the softmax, so no example needs a delta.
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
-        # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO
+        # dP = Σ_b dO Vᵀ
+        # dV = Pᵀ dO
         products = jax.vmap(_weighted_sum_vjp, (0, 2, 2), (0, 2))
         dweights, dvalues = products(weights, values, dout)
         # dS = P ∘ (dP - Σ_k P ∘ dP)
@@ -439,8 +445,8 @@ def _head_cotangents(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of one head's logits ``[q, k]`` and values ``[b, k, e]``.
 
-    The docstring of `_matmul_bwd` contains the formulas. Every region of the mask contributes a
-    summand to both cotangents. `scaled_delta` is ``delta / l``, ``[q, b]``.
+    The docstring of `_matmul_bwd` contains the formulas. Both cotangents are sums over the regions
+    of the mask. `scaled_delta` is ``delta / l``, ``[q, b]``.
     """
     # dO / l
     scaled_dout = dout.astype(inverse_row_sum.dtype) * inverse_row_sum.T[..., None]
@@ -451,9 +457,11 @@ def _head_cotangents(
     dlogits = []
     dmasked_values = []
     for e, v, (_, keys) in zip(numerators, masked_values, regions, strict=True):
-        # dE = Σ_b (dO / l) (m ∘ V)ᵀ,  d(m ∘ V) = Eᵀ (dO / l)
+        # dE = Σ_b (dO / l) (m ∘ V)ᵀ
+        # d(m ∘ V) = Eᵀ (dO / l)
         de, dv = _weighted_sum_vjp(e, v, scaled_dout)
-        # dS = E ∘ (dE - Σ_b m delta / l), [q, k]
+        # dS = E ∘ (dE - Σ_b m delta / l).
+        # The shape of dS is [q, k].
         delta = _contract_keys("qb,bk->qk", scaled_delta, keys, e.dtype)
         dlogits.append(e * (de - delta))
         dmasked_values.append(dv)
@@ -463,7 +471,7 @@ def _head_cotangents(
 
 
 def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
-    """Returns the mask as a sum of regions, which are products of pairs and keys.
+    """Returns the regions of the mask, which are products of pairs and real keys.
 
     Pairs have the shape ``[q or 1, k]``, and keys have the shape ``[b, k]``. A mask with a prefix
     is a sum of two regions. The first region contains the pairs that `causal` and `window` allow.
@@ -484,7 +492,7 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
 
 
 def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
-    """Returns the maximum c of each row, over the keys that any example may see, ``[h, q, 1]``."""
+    """Returns the maximum c of each row over the pairs in any region, ``[h, q, 1]``."""
     regions = _regions(mask, logits.shape[1], values)
     in_any_region = functools.reduce(operator.or_, (pairs for pairs, _ in regions))
     lowest = jnp.finfo(logits.dtype).min
@@ -515,9 +523,10 @@ def _mask_values(values: jax.Array, regions: list[_Region]) -> list[jax.Array]:
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     """Computes a weighted sum of values as one matrix product, if all examples share the weights.
 
-    The values ``[b, k, e]`` and the weights ``[q, k]`` give a result ``[b, q, e]``. The examples
-    become columns of the right factor, so one product computes all examples. The weights are
-    rounded to the dtype of the values. The result is float32 or wider.
+    The shape of the values is ``[b, k, e]``, the shape of the weights is ``[q, k]``, and the shape
+    of the result is ``[b, q, e]``. The examples become columns of the right factor, so one product
+    computes all examples. The weights are rounded to the dtype of the values. The result is float32
+    or wider.
     """
     # [q, k] · [k, b e] → [q, b e]
     out = _matmul(weights.astype(values.dtype), _in_columns(values), (1, 0))
@@ -558,8 +567,9 @@ def _matmul(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
 def _all_when_mapped(flag: jax.Array) -> jax.Array:
     """Returns the flag. Under `jax.vmap`, returns whether the flags of all mapped calls are true.
 
-    If the flag of a `lax.cond` is mapped, JAX replaces the cond by a `select`, which computes both
-    branches for all calls. With a flag that all calls share, the cond computes only one branch.
+    If the flag of a `lax.cond` is mapped, JAX replaces the `cond` by a `select`, which computes
+    both branches for all calls. With a flag that all calls share, the cond computes only one
+    branch.
     """
     return flag
 

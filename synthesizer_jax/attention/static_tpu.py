@@ -1,24 +1,26 @@
 """The Pallas kernels of the static route for TPUs, for logits that all examples share.
 
-If the logits have no batch axis, the kernels compute one exponential per logit instead of one per
-logit and example. Let ``E = exp(S - max)``, and let m be 1 for the real keys of an example and 0
-for its padding. Then::
+The logits have no batch axis, so the kernels compute each exponential once instead of once per
+example. Let ``E = exp(S - max)``, and let m be 1 for the real keys of an example and 0 for its
+padding. Then::
 
     O = E (m ∘ V) / E m
-    D = dO / E m        δ = Σ_e O ∘ D
-    dS = E ∘ (D (m ∘ V)ᵀ - δ mᵀ)        dV = m ∘ Eᵀ D
+    D = dO / E m
+    δ = Σ_e O ∘ D
+    dS = E ∘ (D (m ∘ V)ᵀ - δ mᵀ)
+    dV = m ∘ Eᵀ D
 
 E and dS have no batch axis. The first program of a group of heads computes E and keeps E in vector
-memory. For each example, the programs then compute only matrix products. dS is summed over all
-examples before it is written.
+memory. All programs of the group then compute only matrix products for their examples. dS is summed
+over all examples before it is written.
 
-If the real queries of one position see the same keys in every example, all examples also have the
-same row sums. The kernels then normalize E to the weights P, and need neither m nor δ for each
-example. The cotangent of P is summed over the examples first, and the derivative of the softmax is
-then applied once to the sum.
+If the real queries at a position may attend to the same keys in all examples, all examples also
+have the same row sums. The kernels then normalize E to the weights P, and need neither m nor δ. The
+cotangent of P is summed over the examples first, and the derivative of the softmax is then applied
+once to the sum.
 
 `static_tpu_geometry` defines how the work is divided into programs, and which arrays each program
-reads. `tpu` contains the functions that the kernels of the fused route use as well.
+reads. `tpu` contains functions that the kernels of the fused route also use.
 """
 
 from __future__ import annotations
@@ -105,12 +107,12 @@ def forward(
       q_length: the number of queries.
       query_offset: `Mask.query_offset`, as a static number.
       inputs: biases, values and mask.
-      same_keys: whether the real queries of one position see the same keys in every example.
+      same_keys: whether the real queries at a position may attend to the same keys in all examples.
       interpret: whether to run the kernel in Python, without a TPU.
 
     Returns:
       The output ``[b, q, h, e]``, and the inverse denominators ``[h, q, b]``. An inverse
-      denominator is 0 if the query is padding or sees no key. The second result is None if
+      denominator is 0 if the query is padding or may attend to no key. The second result is None if
       `same_keys` is true.
     """
     values = inputs.values
@@ -205,7 +207,8 @@ def _forward_kernel(
     def write_result(head: int, inverse_sum: jax.Array | None) -> None:
         """Writes the output of one head.
 
-        The inverse sums have the shape ``[q, c]``. The output is not scaled if they are None.
+        The shape of `inverse_sum` is ``[q, c]``. If `inverse_sum` is None, the output is not
+        scaled.
         """
         values = _examples_in_columns(tiling, refs.values, head)  # [k, c · e]
         weighted_sum = matmul(scratch.weights[head], values, axes=(1, 0))  # [q, c · e]
@@ -216,7 +219,8 @@ def _forward_kernel(
             out[example, :, tiling.lanes_of(head)] = part.astype(out.dtype)
 
     if refs.real_keys is None:
-        # The weights are normalized already. Only the rows of padding queries are multiplied by 0.
+        # The weights have already been normalized. Only the rows of padding queries are multiplied
+        # by 0.
         for head in range(tiling.heads):
             write_result(head, real_queries)
         return
@@ -238,10 +242,10 @@ def _backward_kernel(
     dvalues: Ref,
     scratch: Scratch,
 ) -> None:
-    """Computes the cotangent of the values, and adds a program's examples to that of the bias.
+    """Computes the cotangent of the values, and adds up the cotangent of the bias.
 
-    `dvalues` has the shape ``[c, k, heads · e]``. `dbias` has the shapes of a program's tile of the
-    bias. Only the program of the last group of examples writes `dbias`.
+    `dvalues` has the shape ``[c, k, heads · e]``. The arrays of `dbias` have the shapes of a
+    program's tiles of the bias. Only the program of the last group of examples writes `dbias`.
     """
     _fill_scratch(tiling, refs, scratch)
 
@@ -277,21 +281,22 @@ def _write_dbias(tiling: Tiling, refs: Operands, dbias: Bias, head: int, scratch
 def _add_examples(
     tiling: Tiling, refs: Operands, residuals: Residuals, head: int, scratch: Scratch
 ) -> jax.Array:
-    """Adds the cotangents of a head's logits, for a program's examples, to the sum in `scratch`.
+    """Adds dS of one head and a program's examples to the sum in `scratch`.
 
     Returns:
       The cotangents of the values of the program's examples, ``[k, c · e]``.
     """
     # `inverse_sum` has the shape [q, c] and contains 1 / (E m) of each example. If E is normalized,
-    # `inverse_sum` is 1 for real queries and 0 for padding queries. It is None if E is normalized
-    # and all queries are real.
+    # `inverse_sum` is 1 for real queries and 0 for padding queries. If E is normalized and all
+    # queries are real, `inverse_sum` is None.
     inverse_sum: Ref = None
     if residuals.inverse_row_sum is not None:
         inverse_sum = residuals.inverse_row_sum[head].T
     elif refs.real_queries is not None:
         inverse_sum = refs.real_queries[...].T
 
-    # D = dO / E m, [q, c · e]
+    # D = dO / E m.
+    # The shape of D is [q, c · e].
     lanes = tiling.lanes_of(head)
     examples = range(tiling.examples)
     parts = [residuals.dout[example, :, lanes].astype(jnp.float32) for example in examples]
@@ -300,12 +305,14 @@ def _add_examples(
     scaled_dout = jnp.concatenate(parts, axis=1)
     rounded_dout = scaled_dout.astype(refs.values.dtype)
 
-    # dE = D (m ∘ V)ᵀ - δ mᵀ, [q, k]. The columns of D and V contain all examples of the program, so
-    # the matrix product also sums over these examples.
+    # dE = D (m ∘ V)ᵀ - δ mᵀ.
+    # The shape of dE is [q, k]. The columns of D and V contain all examples of the program, so the
+    # matrix product also sums over these examples.
     values = _examples_in_columns(tiling, refs.values, head)
     dweights = matmul(rounded_dout, values, axes=(1, 1))
     if residuals.inverse_row_sum is not None:
-        # δ = Σ_e O ∘ D of each example, [q, c]
+        # δ = Σ_e O ∘ D for each example.
+        # The shape of δ is [q, c].
         out = _examples_in_columns(tiling, residuals.out, head)
         products = scaled_dout * out.astype(jnp.float32)  # [q, c · e]
         deltas = []
@@ -321,9 +328,10 @@ def _add_examples(
 
 
 def _fill_scratch(tiling: Tiling, refs: Operands, scratch: Scratch) -> None:
-    """Computes the weights of a group of heads, and sets their sum of cotangents to zero.
+    """Computes the weights of a group of heads, and sets the sums of their cotangents to zero.
 
-    The function does nothing if the program is not the first program of its group of heads.
+    Only the first program of a group of heads computes the weights. In all other programs, the
+    function does nothing.
     """
 
     @pl.when(pl.program_id(1) == 0)
@@ -344,7 +352,7 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
     Args:
       tiling: the division of the work into programs.
       refs: references to the operands.
-      head: the number of the head in its program.
+      head: the index of the head among the heads of the program.
       tile: scratch memory ``[q, k]`` in which diagonals are expanded.
     """
     bias = refs.bias
@@ -361,8 +369,8 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
     if rules:
         logits = jnp.where(functools.reduce(jnp.logical_and, rules), logits, -jnp.inf)
 
-    # A row without keys has the maximum -inf. `LOW` replaces this maximum, because -inf - (-inf)
-    # would be NaN.
+    # In a row without an allowed key, the maximum is -inf. `LOW` replaces this maximum, because
+    # -inf - (-inf) would be NaN.
     row_max = jnp.max(logits, axis=1, keepdims=True)
     weights = jnp.exp(logits - jnp.maximum(row_max, LOW))
     if refs.real_keys is None:

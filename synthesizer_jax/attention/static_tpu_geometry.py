@@ -1,8 +1,8 @@
 """Defines the programs and the operands of the TPU kernels of the static route.
 
-A program computes some heads of some examples. All examples share the logits, which are a matrix
-``[q, k]`` for each head and stay in vector memory. One matrix product computes several examples,
-whose values lie side by side in the columns of one factor::
+A program computes a group of heads for a group of examples. All examples share the logits, which
+are a matrix ``[q, k]`` for each head and stay in vector memory. One matrix product computes several
+examples, whose values lie side by side in the columns of one factor::
 
     weights of one head      values of c examples      outputs of c examples
     [q, k]               ×   [k, c · e]            =   [q, c · e]
@@ -10,11 +10,11 @@ whose values lie side by side in the columns of one factor::
 A single example has only e columns. With the common width e = 64, a single example would fill only
 half of a register.
 
-In memory, the heads also lie side by side, because the values are ``[b, k, h · e]``. The last axis
-of a tile must fill whole registers of 128 lanes, so a program computes as many heads as fill
-registers. The grid is ``(groups of heads, groups of examples)``, and the axis of examples is
-innermost. The first program of a group of heads computes the weights. The other programs of the
-group read the weights from scratch memory.
+In memory, the heads also lie side by side, because the values have the shape ``[b, k, h · e]``. The
+last axis of a tile must fill whole registers of 128 lanes, so a program computes as many heads as
+are needed to fill whole registers. The grid is ``(groups of heads, groups of examples)``, and the
+axis of examples is innermost. The first program of a group of heads computes the weights. The other
+programs of the group read the weights from scratch memory.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class Tiling:
 
     Attributes:
       heads: the number of heads of a program.
-      examples: the number c of examples of a program.
+      examples: the number of examples of a program, for which shapes use the letter c.
       width: the width e of a head.
       shape: the numbers of examples, heads, queries and keys, ``(b, h, q, k)``.
       offset: the position of the first query.
-      mask: the mask. Programs read the band from this mask, and arrays of the mask from `Operands`.
+      mask: the mask, from which programs read only the band. Programs read the arrays of the mask
+        from `Operands`.
     """
 
     heads: int
@@ -80,9 +81,9 @@ class Tiling:
     def plan(self, num_products: int, scratch: Scratch, memory: int) -> KernelPlan:
         """Returns the plan of a kernel.
 
-        An array is cut along its axis of examples ``b``, or along its axis of groups of examples
-        ``g``. The array is also cut along its axis of heads ``h``, or along the lanes ``l`` of all
-        heads.
+        An array has an axis ``b`` of examples or an axis ``g`` of groups of examples, and the array
+        is cut into tiles along this axis. It is also cut along its axis ``h`` of heads, or along
+        its axis ``l`` with the lanes of all heads.
 
         Args:
           num_products: the number of products of weights and values that the kernel computes for
@@ -125,7 +126,7 @@ def make_tiling(inputs: FusedInputs, q_length: int, query_offset: int) -> Tiling
 
 
 def heads_per_program(heads: int, width: int) -> int:
-    """Returns the smallest number of heads that fills whole registers and divides all heads.
+    """Returns the smallest number of heads that fills whole registers and divides `heads`.
 
     The result is `heads` if no smaller number fills whole registers.
     """
@@ -143,9 +144,9 @@ def program_memory(values: jax.Array, q_length: int) -> int:
     """Returns the number of bytes of vector memory that a program may take.
 
     `VMEM` bytes are enough if the matrices of logits fill at most two thirds of `VMEM`. Otherwise a
-    program may take seven eighths of the chip's vector memory. The rest is for the compiler. If the
-    chip is unknown, the result is `VMEM`, because all chips after TPU v4 have this much vector
-    memory.
+    program may take seven eighths of the chip's vector memory. The remaining memory is left to the
+    compiler. If the chip is unknown, the result is `VMEM`, because all chips after TPU v4 have this
+    much vector memory.
     """
     if not pltpu.is_tpu_device():
         return VMEM
@@ -156,7 +157,7 @@ def program_memory(values: jax.Array, q_length: int) -> int:
 
 
 def examples_per_program(values: jax.Array, q_length: int) -> int:
-    """Returns the number of examples that fit into vector memory with the matrices of logits.
+    """Returns the number of examples that fit into vector memory along with the logits.
 
     The result is 0 if the matrices of logits do not fit even without examples. A third of the
     vector memory is left to the compiler.
@@ -183,10 +184,10 @@ class Operands(NamedTuple):
       values: the values ``[b, k, h · e]``. If `real_keys` is not None, the values of padding keys
         are zero.
       real_keys: an array ``[b / c, c, k]`` float32 that is 1 for real keys, or None if the real
-        queries of one position see the same keys in every example.
+        queries at a position may attend to the same keys in all examples.
       real_queries: an array ``[b / c, c, q]`` float32 that is 1 for real queries and 0 for padding
-        queries. If `real_keys` is not None, the array is also 0 for queries that see no key. The
-        attribute is None if all queries are real and `real_keys` is None.
+        queries. If `real_keys` is not None, the array is also 0 for queries that may attend to no
+        key. The attribute is None if all queries are real and `real_keys` is None.
     """
 
     bias: Bias
@@ -206,14 +207,14 @@ def make_operands(tiling: Tiling, bias: Bias, inputs: FusedInputs, *, same_keys:
       tiling: the division of the work into programs.
       bias: the logits, from `prepare_bias`.
       inputs: the inputs, whose values and mask are used.
-      same_keys: whether the real queries of one position see the same keys in every example.
+      same_keys: whether the real queries at a position may attend to the same keys in all examples.
     """
     values = inputs.values
     mask = inputs.mask
     batch, _, q_length, k_length = tiling.shape
 
     def in_groups(x: jax.Array) -> jax.Array:
-        """Returns ``[b, n]`` as groups of a program's examples, ``[b / c, c, n]`` float32."""
+        """Groups the examples of each program: reshapes ``[b, n]`` to ``[b / c, c, n]`` float32."""
         return x.astype(jnp.float32).reshape(-1, tiling.examples, x.shape[-1])
 
     real_queries = mask.queries(q_length)
@@ -284,7 +285,7 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(tiling: Tiling, operands: Operands, *, backward: bool) -> Scratch:
-    """Returns the scratch memory of the backward kernel, or of the forward kernel."""
+    """Returns the scratch memory of the backward kernel if `backward`, or of the forward kernel."""
     _, _, q_length, k_length = tiling.shape
     heads = tiling.heads
     dtype = operands.values.dtype

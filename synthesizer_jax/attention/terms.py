@@ -39,7 +39,7 @@ The name of any other axis is None.
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A run of neighboring positions in a sequence.
+    """A range of consecutive positions in a sequence.
 
     Attributes:
       start: the first position, as an int, or as a traced scalar in a decoding loop.
@@ -73,8 +73,8 @@ class Term(abc.ABC):
     all terms. Each of the other routes supports only some classes of terms.
 
     Attributes:
-      is_weights: whether the term contains attention weights instead of logits. No softmax is
-        applied to weights.
+      is_weights: whether the term contains attention weights instead of logits. Such weights are
+        used without a softmax.
       linear: the name of a field in which the logits are linear, or None if there is no such field.
         `scale` multiplies this field.
     """
@@ -137,14 +137,14 @@ class Term(abc.ABC):
         return any(a.name == name and "b" in a.axes and a.x.shape[0] != 1 for a in self.arrays())
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        """Returns two bools: whether queries and whether keys are looked up by absolute position.
+        """Returns whether queries, and whether keys, are looked up by their absolute position.
 
         In packed rows, the absolute position is the position in the segment, so terms with absolute
         positions need special treatment.
 
         Args:
-          mask: the mask of the call. Some terms depend on whether queries and keys are the same
-            tokens.
+          mask: the mask of the call. For some terms, the result depends on whether queries and keys
+            are the same tokens.
         """
         by_query, by_key = (
             any(n in a.axes and not a.from_tokens for a in self.arrays()) for n in ("q", "k")
@@ -178,7 +178,7 @@ Terms: TypeAlias = tuple[Term, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of `attend` after the checks, which are the input of every route.
+    """The checked arguments of `attend`, which are the input of every route.
 
     Attributes:
       terms: the terms of the logits, for q queries and k keys.
@@ -203,7 +203,7 @@ class Call:
         return self.values.shape[1]
 
     def cleared(self) -> Call:
-        """Returns the call with zeros for padding; see `clear_padding`."""
+        """Returns the call with all padding set to zero; see `clear_padding`."""
         real = self.mask.clearing_masks(self.q_length, self.k_length)
         terms, values = clear_padding(self.terms, self.values, *real)
         return dataclasses.replace(self, terms=terms, values=values)
@@ -219,7 +219,7 @@ def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 @functools.cache
 def _declared_axes(cls: type[Term]) -> dict[str, Axes]:
-    """Returns the axes of each field whose annotation declares them."""
+    """Returns the axes of each field of a class whose annotation declares axes."""
     # `Annotated[jax.Array, "h", "q", "k"]` has the arguments (jax.Array, "h", "q", "k").
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
@@ -230,7 +230,7 @@ def _declared_axes(cls: type[Term]) -> dict[str, Axes]:
 
 
 def map_arrays(function: Callable[[TermArray], Any], terms: PyTree) -> Any:
-    """Returns a pytree of terms in which a function has replaced every array.
+    """Applies a function to every array in a pytree of terms, and returns the new terms.
 
     Args:
       function: a function of a `TermArray`. The function is called for every array, including the
@@ -254,9 +254,9 @@ def clear_padding(
 ) -> tuple[Any, Any]:
     """Returns terms and values with zeros for padding.
 
-    Padding has the weight zero, but zero times NaN is NaN. Setting padding to zero makes sure that
-    a NaN or an infinity in padding has no effect. Only arrays that are computed from tokens are
-    changed.
+    The attention weight of padding is zero, but zero times NaN is NaN. Setting padding to zero
+    makes sure that a NaN or an infinity in padding has no effect. Only arrays that are computed
+    from tokens are changed.
 
     Args:
       terms: a pytree of terms.
@@ -330,7 +330,7 @@ class Relative(Term):
     linear = "logits"
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        # In self-attention, a distance in the row equals the distance in the segment.
+        # In self-attention, two tokens have the same distance in the row and in their segment.
         return not mask.self_attention, not mask.self_attention
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
@@ -432,7 +432,8 @@ class LowRank(Term):
 
     The formula is ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``. The rank of
     the matrix of logits ``[q, k]`` is therefore at most r, which is usually lower than the number
-    of queries or keys. The class has its name from this property, and not from low-rank adapters.
+    of queries or keys. The class is named after this property, and has nothing to do with low-rank
+    adapters.
 
     The Transformer's dot product is a `LowRank` term in which r is the width of a head. The Dense
     Synthesizer is a `LowRank` term whose keys are parameters. In the Factorized Random Synthesizer,
@@ -440,13 +441,13 @@ class LowRank(Term):
 
     Attributes:
       queries: ``[b or 1, q, h, r]``.
-      keys: ``[b or 1, k, h, r]``. The keys may have fewer heads than the queries if the number of
-        heads of the keys divides the number of heads of the queries. Neighboring heads of the
-        queries then share a head of the keys.
-      token_keys: whether the keys are computed from tokens. Keys that are computed from tokens are
-        cached in decoding. If `token_keys` is False, the keys are parameters, which are looked up
-        by position.
-      token_queries: whether the queries are computed from tokens or are parameters.
+      keys: ``[b or 1, k, h, r]``. The number of heads of the keys must divide the number of heads
+        of the queries. If the keys have fewer heads, neighboring heads of the queries share a head
+        of the keys.
+      token_keys: whether the keys are computed from tokens. Decoding caches such keys. If
+        `token_keys` is False, the keys are parameters, which are looked up by position.
+      token_queries: whether the queries are computed from tokens. If `token_queries` is False, the
+        queries are parameters.
     """
 
     queries: Annotated[jax.Array, "b", "q", "h", None]
@@ -468,7 +469,7 @@ class LowRank(Term):
 def multiply_examples(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Computes an einsum in a dtype, leaving out the batch axis if both factors have one example.
 
-    Under `jax.vmap`, XLA's CPU backend copies factors that have a batch axis of size 1.
+    Under `jax.vmap`, XLA's CPU backend would copy factors that have a batch axis of size 1.
 
     Args:
       subscripts: the subscripts of the einsum, in which ``b`` is the first axis of all arrays.
@@ -502,10 +503,12 @@ def low_rank(
 
     Args:
       queries: ``[b or 1, q, h, r]``.
-      keys: ``[b or 1, k, h, r]``. The keys may have fewer heads than the queries if the number of
-        heads of the keys divides the number of heads of the queries.
-      token_keys: whether the keys are computed from tokens or are parameters.
-      token_queries: whether the queries are computed from tokens or are parameters.
+      keys: ``[b or 1, k, h, r]``. The number of heads of the keys must divide the number of heads
+        of the queries.
+      token_keys: whether the keys are computed from tokens. If `token_keys` is False, the keys are
+        parameters.
+      token_queries: whether the queries are computed from tokens. If `token_queries` is False, the
+        queries are parameters.
 
     Raises:
       ValueError: if shapes do not agree, or if parameters have a batch axis longer than 1.
@@ -631,8 +634,8 @@ class Banded(_NoLogits):
         return (self.weights.shape[1] if self.weights.shape[1] != 1 else None), None
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
-        # In self-attention, a distance in the row equals the distance in the segment. Windows with
-        # `starts`, and windows in cross-attention, need the position in the segment.
+        # In self-attention, two tokens have the same distance in the row and in their segment.
+        # Windows with `starts`, and windows in cross-attention, need the position in the segment.
         moves = self.starts is not None or not mask.self_attention
         return moves, moves
 
@@ -661,7 +664,7 @@ def banded(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Split(_NoLogits):
-    """Heads that are divided into groups, where each group has its own sum of terms.
+    """A division of the heads into groups, where each group has its own sum of terms.
 
     For example, some heads may use a Gaussian and the other heads a dot product. The first group
     contains the first heads, the second group contains the next heads, and so on.
@@ -692,7 +695,7 @@ class Split(_NoLogits):
         return q, next((k for _, k in lengths if k is not None), None)
 
     def slices(self) -> Iterator[tuple[Terms, int, int]]:
-        """Yields for each group its terms, its first head and its number of heads."""
+        """Yields the terms, the first head and the number of heads of each group."""
         starts = itertools.accumulate(self.heads, initial=0)
         yield from zip(self.groups, starts, self.heads, strict=False)
 
@@ -700,10 +703,10 @@ class Split(_NoLogits):
 def add(*terms: Term) -> Terms:
     """Returns the sum of terms.
 
-    All `Static` terms are merged to a single `Static` term, and all `Relative` terms to a single
-    `Relative` term. If one term is a `Split`, the other terms are added to every group of the
-    `Split` that has logits. Groups of weights are unchanged, because weights are not the input of a
-    softmax.
+    All `Static` terms are merged into a single `Static` term, and all `Relative` terms into a
+    single `Relative` term. If one term is a `Split`, the other terms are added to every group of
+    the `Split` that has logits. Groups with `Banded` terms are unchanged, because `Banded` terms
+    contain weights instead of logits.
 
     Raises:
       ValueError: if a `Banded` term is added to other terms, or if there are two `Split` terms.
@@ -771,8 +774,8 @@ def stands_alone(term: Term) -> bool:
 def scale(terms: Terms, factor: jax.Array) -> Terms:
     """Returns the terms with their logits multiplied by a factor per head.
 
-    The product is computed in float32 and rounded once. With bfloat16 terms, the gradient of a
-    mixture's weights then has a relative error of only a few parts in a thousand.
+    The product is computed in float32 and rounded once. If the terms are bfloat16, the gradient of
+    a mixture's weights then has a relative error of only a few parts in a thousand.
 
     Args:
       terms: terms that are linear in one of their arrays.

@@ -4,15 +4,15 @@ On a TPU core, the programs of a kernel run one after another. While one program
 the input tiles of the next program from the chip's memory (HBM) to the core's vector memory (VMEM).
 Pallas also copies results back to the chip's memory. If two successive programs have the same tile,
 Pallas does not copy the tile again. The order of the grid's axes therefore determines which tiles
-are copied. In the attention kernels, the axis of examples is innermost, so that tiles that the
-examples share stay in vector memory.
+are copied. In the attention kernels, the innermost axis of the grid is the axis of examples. Tiles
+that all examples share therefore stay in vector memory.
 
 Arrays in vector memory are stored in registers of 8 rows (sublanes) and 128 columns (lanes). Tiles
 that do not fill registers waste memory, and tiles that begin inside a register are not allowed.
 
-A relative bias has one number for each diagonal of the logits. `roll_diagonals` expands the bias to
-a tile inside a kernel, by rotations of registers. `sum_diagonals` is the transpose of
-`roll_diagonals`, which gradients need.
+A relative bias has one number for each diagonal of the logits. Inside a kernel, `roll_diagonals`
+expands the bias to a tile by rotating registers. The backward kernels use the transpose of
+`roll_diagonals`, which is `sum_diagonals`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Bias(NamedTuple):
     Attributes:
       table: one number for each query and key, ``[h, q, k]``, or None without a table.
       diagonals: one number for each distance ``key - query``, ``[h, 1, w]`` float32, or None
-        without diagonals. Entry j belongs to ``key - query = j + 1 - q``. The array is padded with
-        zeros to a multiple of `LANES`.
+        without diagonals. Entry j belongs to the distance ``key - query = j + 1 - q``. The array is
+        padded with zeros to a multiple of `LANES`.
     """
 
     table: Ref = None
@@ -101,17 +101,18 @@ def prepare_bias(biases: Biases) -> Bias:
 def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, rows: int) -> None:
     """Fills a tile with a bias that is constant along diagonals.
 
-    Row r of the tile is row ``first + r`` of the logits. In column 0 of row r, ``key - query`` is
-    ``-(first + r)``, so column 0 has entry ``rows - 1 - first - r`` of the diagonals. Each row is
-    therefore equal to the row above, moved to the right by one column. In other words, row r is the
-    vector of diagonals, rotated to the right by ``first + r + 1 - rows`` entries. A negative number
-    means a rotation to the left.
+    Row r of the tile is row ``first + r`` of the logits. In column 0 of row r, the distance
+    ``key - query`` is ``-(first + r)``, so column 0 contains entry ``rows - 1 - first - r`` of the
+    diagonals. Each row of the tile is therefore equal to the row above, shifted to the right by one
+    column. In other words, row r is the vector of diagonals, rotated to the right by
+    ``first + r + 1 - rows`` entries. If ``first + r + 1 - rows`` is negative, the vector is rotated
+    to the left.
 
     Pallas can rotate rows by different amounts in one instruction, but only on TPU v5 and later.
-    This function therefore splits the rotation into two parts. The rotation by ``r % 8`` differs
-    between the eight rows of a register, but it is the same in every group of eight rows, so it is
-    computed only once per tile. The rest of the rotation is the same for all eight rows of a group,
-    and takes one instruction per group.
+    This function therefore splits the rotation into two parts. The first part rotates row r by
+    ``r % 8`` entries. It is the same for every group of eight rows, which fill a register, so it is
+    computed only once per tile. The second part is the same for all eight rows of a group, so it
+    takes only one instruction per group.
 
     Args:
       tile: a reference to the tile ``[size, length]`` float32, which the function writes.
@@ -129,10 +130,10 @@ def roll_diagonals(tile: Ref, diagonals: jax.Array, first: int | jax.Array, *, r
     for bit in (1, 2, 4):
         copies = jnp.where(row & bit != 0, pltpu.roll(copies, jnp.int32(bit), 1), copies)
 
-    # Rotate all eight copies by first + begin + 1 - rows. This number may be negative, but `roll`
-    # needs a shift from 0 to count - 1. A rotation by `count` changes nothing, so `count` is added,
-    # and the remainder is taken. Only the first `length` columns belong to keys, so the other
-    # columns are left out.
+    # Rotate all eight copies to the right by first + begin + 1 - rows entries. This number may be
+    # negative, but `roll` needs a shift from 0 to count - 1. A rotation by `count` entries changes
+    # nothing, so the shift is taken modulo `count`. Only the first `length` columns belong to keys,
+    # so the other columns are left out.
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
         shift = lax.rem(jnp.int32(first + (begin + count + 1 - rows)), jnp.int32(count))
@@ -147,15 +148,16 @@ def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -
     Args:
       tile: a reference to the tile, ``[size, length]`` float32.
       first: the number of the tile's first row in the logits.
-      rows: the number of rows of the logits. Rows of the tile beyond this number are left out.
+      rows: the number of rows of the logits. Rows of the tile that lie beyond the last row of the
+        logits are left out.
       count: the number of diagonals, including the zeros at the end of the array.
     """
     size, length = tile.shape
     row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
 
     # The function reverses the steps of `roll_diagonals`. The loop rotates each group of eight rows
-    # to the left by first + begin + 1 - rows, and adds up the groups. A rotation to the left is a
-    # rotation to the right by `count` minus the number.
+    # to the left by first + begin + 1 - rows entries, and adds up the groups. A rotation to the
+    # left by n entries is the same as a rotation to the right by count - n entries.
     sums = jnp.zeros((SUBLANES, count), jnp.float32)
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
@@ -164,8 +166,8 @@ def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -
         shift = lax.rem(jnp.int32(count + rows - 1 - begin - first), jnp.int32(count))
         sums += pltpu.roll(part, shift, 1)
 
-    # Row r of the eight rows is still r entries too far to the right, so it is rotated back.
-    # Afterwards, entry j of every row belongs to the same diagonal, so the rows can be added up.
+    # Each row r of `sums` is still r entries too far to the right, so it is rotated to the left.
+    # After that, entry j of every row belongs to the same diagonal, so the rows can be added up.
     for bit in (1, 2, 4):
         sums = jnp.where(row & bit != 0, pltpu.roll(sums, jnp.int32(count - bit), 1), sums)
     return sums.sum(axis=0, keepdims=True)
@@ -194,15 +196,15 @@ class KernelPlan:
     """The grid of programs of a kernel, the tiles of each program, and the cost of the kernel.
 
     Attributes:
-      tile_sizes: the size of a tile along each axis that is cut, by the letter of the axis. If the
-        size is None, the axis is cut into single entries, and the tile lacks the axis. Axes whose
-        letters are absent are not cut.
+      tile_sizes: maps the letter of each axis that is cut to the size of a tile along the axis. If
+        the size is None, the axis is cut into single entries, and the tile lacks the axis. Axes
+        whose letters are not in `tile_sizes` are not cut.
       grid: the numbers of programs along each axis of the grid. The first axis is for heads, and
         the last axis is innermost.
       grid_letters: the letters of the array axes that each axis of the grid divides.
       flops: the number of FLOPs of all programs together.
       exponentials: the number of exponentials that all programs compute.
-      scratch: a tuple of scratch memory that a program keeps for the next program.
+      scratch: a tuple of scratch memory, whose contents are kept from one program to the next.
       memory: the number of bytes of vector memory that a program may take, including scratch
         memory.
     """
@@ -230,12 +232,13 @@ class KernelPlan:
         shape = tuple(self.tile_sizes.get(letter, n) for letter, n in axes)
 
         def index(*program: jax.Array) -> tuple[Ref, ...]:
-            """Returns the number of a program's tile along every axis of the array."""
+            """Returns the index of a program's tile along every axis of the array."""
             program_along = {}
             for names, number in zip(self.grid_letters, program, strict=True):
                 for letter in names:
                     program_along[letter] = number
-            # All programs share an axis of size 1. An axis that is not cut has only one tile.
+            # All programs share the entry of an axis of size 1. An axis that is not cut has only
+            # one tile.
             return tuple(
                 0 if n in (1, size) else program_along.get(letter, 0)
                 for (letter, n), size in zip(axes, shape, strict=True)
@@ -256,9 +259,9 @@ def call_kernel(
 
     Args:
       kernel: a function of references to the tiles of inputs, outputs and scratch memory.
-      inputs: a tuple of trees of arrays.
-      outputs: a tuple of trees of arrays or of `jax.ShapeDtypeStruct`. The results have the same
-        shapes and dtypes.
+      inputs: a tuple of pytrees of arrays.
+      outputs: a tuple of pytrees of arrays or of `jax.ShapeDtypeStruct`, which have the shapes and
+        dtypes of the results.
       plan: the grid of programs and the tiles of each program.
       interpret: whether to run the kernel in Python, without a TPU.
     """

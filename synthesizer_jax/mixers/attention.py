@@ -51,21 +51,22 @@ class AttentionBase(Mixer):
 
     `Mixer.__call__` checks its arguments and calls `mix`, which computes the layer.
 
-    A subclass defines two methods. `_values` makes values from the tokens to attend to, and
+    A subclass defines two methods. `_values` computes values from the tokens to attend to, and
     `_attend` computes the weighted sums of the values.
 
     Attributes:
       num_heads: number of heads.
       head_dim: width of one head. The product ``num_heads · head_dim`` does not have to be d_model.
-      alignment: decides which token attends to which.
+      alignment: the alignment, which determines how strongly each token attends to each other
+        token.
       dropout_rate: probability of dropping an attention weight. As in T5, all queries of an example
-        and head share one random draw for each key. Dropout is active if the random stream
-        ``dropout`` is given.
-      window: a query sees only the keys that are less than `window` positions away, on both sides
-        if the mask allows it (Beltagy et al. 2020, Longformer). See `Mixer.init_cache` for the keys
-        that a cache holds if there is a window. None means no limit.
-      shared_key_value: whether one projection makes both the keys and the values, as with
-        Mesh-TensorFlow's shared ``kv``.
+        and head share one random draw for each key. Dropout is active only if a PRNG key for the
+        stream ``dropout`` is given.
+      window: a query attends only to keys that are less than `window` positions away, on both sides
+        if the mask allows it (Beltagy et al. 2020, Longformer). `Mixer.init_cache` says which keys
+        a cache holds if there is a window. None means no limit.
+      shared_key_value: whether one projection computes both the keys and the values, as with the
+        shared ``kv`` of Mesh-TensorFlow.
       project_values: whether values are projected. False means that the tokens themselves are the
         values of every head. Together with the alignment `Bilinear`, False gives general bilinear
         attention (Shazeer et al. 2020, section 3.3).
@@ -73,8 +74,10 @@ class AttentionBase(Mixer):
         own field `use_bias` adds biases to the queries and keys.
       implementation: the name of the route that computes attention, from `attention.routes.ROUTES`,
         or ``auto``.
-      value_init: initializer of the value kernel, as ``[d_model, heads · head_dim]``.
-      out_init: initializer of the output kernel, as ``[heads · head_dim, d_model]``.
+      value_init: initializer of the value kernel, which it treats as a matrix
+        ``[d_model, heads · head_dim]``.
+      out_init: initializer of the output kernel, which it treats as a matrix
+        ``[heads · head_dim, d_model]``.
     """
 
     num_heads: Length
@@ -119,9 +122,9 @@ class AttentionBase(Mixer):
     def _mix_with_cache(self, inputs: MixerInput, cache: Cache) -> tuple[jax.Array, Cache]:
         """Mixes new tokens with the tokens in the cache, and extends the cache.
 
-        The steps are the same as in `mix`, with one difference. Between the terms and the
-        attention, the keys and values of the new tokens are written to the cache, and the attention
-        then reads all keys and values from the cache.
+        The steps are the same as in `mix`, with one difference. After the terms have been computed,
+        the keys and values of the new tokens are written to the cache, and the attention then uses
+        all keys and values in the cache.
         """
         x = inputs.x
         if cache.window and inputs.bias:
@@ -130,14 +133,16 @@ class AttentionBase(Mixer):
                 "positions of a window. Leave bias out, or create the cache with whole=True."
             )
 
-        # In cross-attention, the cache holds the keys and values of the whole memory, so `kv` has
-        # no tokens, and the arrays `values` and the keys below are empty.
+        # In cross-attention, the cache already holds the keys and values of the whole memory. `kv`
+        # therefore has no tokens, and the keys and values that are computed from `kv` are empty.
         attended = x if inputs.kv is None else inputs.kv
         mask = self._narrow(inputs.mask)
-        values = self._values(attended)  # [b, number of new tokens, heads, e]
 
-        # The terms are made for all positions of the cache. Keys that are computed from tokens are
-        # an exception. They are made only for the new tokens, and the first of them is at
+        # The shape of `values` is [b, n, heads, e], where n is the number of new tokens.
+        values = self._values(attended)
+
+        # The alignment returns terms for all positions of the cache. But if a term computes its
+        # keys from tokens, it contains only the keys of the new tokens, which begin at position
         # `keys_start`.
         query_span = Span(inputs.position, _num_positions(mask, x.shape[1]), cache.num_queries)
         key_span = Span(0, _num_positions(mask, cache.capacity))
@@ -153,7 +158,7 @@ class AttentionBase(Mixer):
         )
         y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, heads, e]
 
-        # A traced position that is invalid cannot raise an error, so it makes the outputs NaN.
+        # If a traced position is invalid, no error can be raised, so the outputs are set to NaN.
         y = fill_invalid(y, valid)
         return self._project_heads(y, x.shape[-1]), cache
 
@@ -175,24 +180,24 @@ class AttentionBase(Mixer):
         keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(
             batch=kv.shape[0], heads=1, q_length=1, k_length=num_keys
         )
-        real = keys.keys(num_keys)  # [b or 1, k]; None means that all keys are real
+        real = keys.keys(num_keys)  # [b or 1, k], or None if all keys are real
         terms, values = clear_padding(terms, values, None, real)
         *_, cache = extend(cache, terms, values, at=0, mask=Mask())
         return dataclasses.replace(
             cache,
             num_queries=max_length,
             cleared=real is not None,
-            # The length counts queries, and the cache starts without queries.
+            # In cross-attention, `length` counts queries, and there are no queries yet.
             length=TokenCount().length,
         )
 
     def shorten(self, cache: Cache) -> Cache:
-        """Returns the cache with room for only the last ``window - 1`` positions.
+        """Returns a cache that can hold only the last ``window - 1`` positions.
 
         `Mixer.init_cache` calls this method if its argument `whole` is False.
 
-        If the layer has no window, or if its logits are not products of tokens, the cache is
-        returned unchanged.
+        The cache is returned unchanged if the layer has no window, or if its logits are not
+        products of queries and keys that are both computed from tokens.
         """
         room = cache.capacity if self.window is None else self.window - 1
         if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
@@ -219,11 +224,11 @@ class AttentionBase(Mixer):
     def _terms(
         self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext
     ) -> Terms:
-        """Returns the terms that the alignment makes from queries and the tokens to attend to."""
+        """Returns the terms that the alignment computes from queries and attended tokens."""
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
 
-        # The field `alignment` is a configuration, which belongs to no layer. Its copy is a
-        # submodule of this layer, so the parameters of the alignment are stored under "align".
+        # The module in the field `alignment` has no parent, so it has no parameters. A copy of it
+        # becomes a submodule of this layer, with its parameters under the name "align".
         align = self.alignment.copy(name="align", parent=self)
         terms = align(x, keys, context)
         name = f"{type(self).__name__}: the result of the alignment {type(self.alignment).__name__}"
@@ -231,7 +236,7 @@ class AttentionBase(Mixer):
         return terms
 
     def _values(self, memory: jax.Array) -> Values:
-        """Returns values made from the tokens to attend to.
+        """Returns the values that are computed from the tokens to attend to.
 
         The values are an array ``[batch, k, heads, width]``, or a tuple that begins with such an
         array.
@@ -241,7 +246,7 @@ class AttentionBase(Mixer):
     def _attend(
         self, x: jax.Array, terms: Terms, values: Values, *, bias: Terms, mask: Mask
     ) -> jax.Array:
-        """Returns the sum of the values weighted by the terms, ``[batch, q, heads, width]``."""
+        """Returns the sum of the values, weighted by attention, ``[batch, q, heads, width]``."""
         raise NotImplementedError
 
     def _project_heads(self, heads: jax.Array, d_model: int) -> jax.Array:
@@ -273,13 +278,14 @@ class Attention(AttentionBase):
     other fields.
 
     Attributes:
-      num_kv_heads: number of heads of the values, and of the keys that a `DotProduct` makes from
+      num_kv_heads: number of heads of the values, and of the keys that a `DotProduct` computes from
         tokens. Each key head and value head is shared by a group of ``num_heads / num_kv_heads``
         neighboring query heads. Sharing heads is called grouped-query attention (Ainslie et al.
         2023), or multi-query attention if `num_kv_heads` is 1 (Shazeer 2019). None means that every
-        query head has a separate key and value head. The parts of a `PerHead` do not share keys.
-      soft_cap: the logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None means
-        that logits are not capped. The weights of a `Gaussian` are never capped.
+        query head has its own key head and value head. In a `PerHead`, the alignments do not share
+        keys.
+      soft_cap: replaces each logit x by ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024). None
+        means that logits are not capped. The weights of a `Gaussian` are never capped.
       sinks: whether every head learns the logit of an additional key whose value is zero (gpt-oss,
         2025). The heads of a `Gaussian` have no additional key.
     """
@@ -307,7 +313,7 @@ class Attention(AttentionBase):
 
     @property
     def bias_heads(self) -> int | None:
-        """The number of heads of a position bias, or None if the mixer has no logits."""
+        """The number of heads of a position bias, or None if the layer has no logits."""
         return self.num_heads if self.alignment.makes_logits else None
 
     def _values(self, memory: jax.Array) -> jax.Array:
@@ -329,8 +335,8 @@ class Attention(AttentionBase):
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
 
         if self.is_sowing_weights:
-            # `attend` may not hold all attention weights in memory, so the weights that are sown
-            # are computed once more.
+            # `attend` may never store all attention weights, so the weights to sow are computed
+            # separately.
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(all_terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
@@ -353,7 +359,7 @@ class Attention(AttentionBase):
 
 
 def _num_positions(mask: Mask, length: int) -> int:
-    """Returns the number of positions that the alignment's tables must have.
+    """Returns the number of positions that the alignment's tables must cover.
 
     In packed rows, positions start again in every segment, so the result is the length of the
     longest segment.
@@ -368,8 +374,8 @@ def _extend(
 ) -> tuple[Terms, Values, Mask, Cache, jax.Array | None]:
     """Calls `attention.extend` for self-attention or cross-attention with n queries.
 
-    In cross-attention, the last returned value says whether the queries are at valid positions. If
-    all positions are known to be valid, the last value is None.
+    In cross-attention, the last result says whether the positions of the queries are valid. If all
+    positions are known to be valid, the last result is None.
     """
     if cache.empty_memory is None:
         return *extend(cache, terms, values, at=position, mask=mask), None
@@ -379,8 +385,7 @@ def _extend(
             "step."
         )
 
-    # The keys belong to the memory and their number does not grow, so the step only counts its
-    # queries.
+    # The cache already holds all keys of the memory, so a decoding step only counts its queries.
     mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
     terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
     valid, length = advance_length(

@@ -50,14 +50,14 @@ class MixerInput:
     """The input of `Mixer.mix`, which holds all tokens, or the new tokens if there is a cache.
 
     Attributes:
-      x: ``[batch, q, d_model]`` the tokens to mix, which are the queries of attention.
-      mask: the mask that says which keys each query may see. The mask is already prepared for
+      x: ``[batch, q, d_model]`` the tokens to mix. In attention, they are the queries.
+      mask: the mask that says which keys each query may attend to. It has already been prepared for
         self-attention or for a decoding step.
       kv: ``[batch, k, width]`` the tokens to attend to in cross-attention. If the cache already
         holds the keys and values, `kv` has no tokens (k = 0). None means self-attention.
       bias: terms that are added to the logits.
       cache: the cache to extend, or None.
-      position: in-sequence position of the first token of `x`, a scalar.
+      position: the position of the first token of `x` in its sequence, a scalar.
     """
 
     x: jax.Array
@@ -79,7 +79,7 @@ class Mixer(nn.Module):
       has_cross_attention: whether the mixer can attend to the tokens of a memory, such as the
         outputs of an encoder.
       supports_causal: whether the mixer can hide later tokens, as decoders require.
-      supports_bidirectional: whether a position can see later positions, as encoders require.
+      supports_bidirectional: whether a position can attend to later positions, as encoders require.
       supports_packing: whether a row may hold several sequences.
       shares_cross_cache: whether all rows that attend to the same memory can share one cache in
         cross-attention. A cache that depends on the queries, as in `SentenceFeedForward`, cannot be
@@ -94,7 +94,7 @@ class Mixer(nn.Module):
 
     @property
     def bias_heads(self) -> int | None:
-        """The number of heads of a position bias, or None if there are no logits to add it to."""
+        """The number of heads of a position bias, or None if the mixer has no logits."""
         return None
 
     @on_any_mesh
@@ -112,19 +112,19 @@ class Mixer(nn.Module):
         Args:
           x: ``[batch, q, d_model]``. The dtype of `x` is the dtype of the computation.
           kv: ``[batch, k, width]`` tokens to attend to. None means `x`, which is self-attention.
-          mask: the mask that says which keys may be seen and which queries are real. In
-            self-attention, the real queries are the real keys. If the mask is an array, all queries
-            count as real; see `Mask.of`.
-          bias: terms that are added to the logits, after a mixture has weighted its parts. A stack
-            passes T5's relative bias as `bias`.
+          mask: the mask that says which keys each query may attend to, and which queries are real.
+            In self-attention, the real queries are the same tokens as the real keys. If the mask is
+            an array, all queries count as real; see `Mask.of`.
+          bias: terms that are added to the logits. If the alignment is a mixture, the terms are
+            added to the weighted sum. A `Stack` passes T5's relative bias as `bias`.
 
         Returns:
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support one of the arguments, or there are more tokens than
-            the mixer has positions.
-          TypeError: an argument is unknown.
+          ValueError: if the mixer does not support one of the arguments, or if there are more
+            tokens than the mixer has positions.
+          TypeError: if an argument is unknown.
         """
         name = type(self).__name__
         if unknown:
@@ -147,8 +147,8 @@ class Mixer(nn.Module):
                 "queries and keys are the same tokens. Leave it out, or pass the cache of the "
                 "earlier tokens to extend."
             )
-        # In self-attention, queries and keys are the same tokens, so padded keys are also padded
-        # queries.
+        # In self-attention, queries and keys are the same tokens, so a padding key is also a
+        # padding query.
         mask = mask.for_self_attention() if kv is None else mask
         return self.mix(MixerInput(x, mask, kv, bias))[0]
 
@@ -189,22 +189,23 @@ class Mixer(nn.Module):
         mask: MaskLike = None,
         whole: bool = True,
     ) -> MixerCache:
-        """Returns an empty cache. In cross-attention, the cache holds the memory's keys and values.
+        """Returns a new cache. In cross-attention, it already holds the memory's keys and values.
 
         Args:
           x: ``[batch, any, d_model]``. The method reads only the shape and the dtype of `x`.
           kv: ``[batch, k, width]`` the memory in cross-attention. None means self-attention.
           max_length: the largest number of positions that `extend` can fill.
-          mask: the mask that says which tokens of the memory are real, in cross-attention. Tokens
-            that are not real have no effect, even if their contents are NaN.
+          mask: in cross-attention, the mask that says which tokens of the memory are real. Padding
+            tokens have no effect, even if they contain NaN.
           whole: whether the cache keeps all positions. If `whole` is False, attention with a window
             keeps only the positions that the window can still reach, provided that its logits are
-            products of tokens only. If only a window is kept, `extend` takes no bias, and a prefix
-            of the mask makes only the kept positions visible. To decode, models without a position
-            bias set `whole` to False.
+            products of queries and keys that are both computed from tokens. If the cache keeps only
+            a window, `extend` accepts no bias, and if the mask has a prefix, queries can attend
+            only to the positions of the prefix that are still in the cache. Models without a
+            position bias set `whole` to False.
 
         Raises:
-          ValueError: the mixer cannot decode, or it has fewer than `max_length` positions.
+          ValueError: if the mixer cannot decode, or if it has fewer than `max_length` positions.
         """
         mask = Mask.of(mask)
         if kv is None:
@@ -225,14 +226,14 @@ class Mixer(nn.Module):
     ) -> tuple[jax.Array, MixerCache]:
         """Mixes new tokens with the tokens in a cache, for one decoding step or for a whole prompt.
 
-        In this method, self-attention is always causal. Later tokens are visible only if the mask
-        has `prefix_lengths`.
+        In this method, self-attention is always causal. A query can attend to later tokens only if
+        the mask has `prefix_lengths`.
 
-        The mask says how long each prompt is. Use `key_lengths` if all padding is at the end, or
-        `key_valid` ``[batch, q]`` if padding can be anywhere. If `key_lengths` or `key_valid` is
-        given, positions count the real tokens of an example, and every example continues at its own
-        position. The contents of padding have no effect. The outputs at padding are the same as in
-        `__call__`.
+        The mask says which tokens of each prompt are real. Use `key_lengths` if all padding is at
+        the end, or `key_valid` ``[batch, q]`` if padding can be anywhere. If `key_lengths` or
+        `key_valid` is given, the position of a token is the number of real tokens before it, and
+        every example continues at its own position. The contents of padding have no effect. The
+        outputs at padding positions are the same as in `__call__`.
 
         Args:
           x: ``[batch, q, d_model]`` the tokens from `position` on.
@@ -240,16 +241,16 @@ class Mixer(nn.Module):
           mask: as in `__call__`, for all positions of the cache, except that `key_valid` is only
             for the new tokens.
           bias: as in `__call__`, for the new queries and all positions of the cache.
-          position: in-sequence position of the first token, a scalar or ``[batch]``. None means the
-            end of the cache. To decode again from an earlier position, pass a smaller position. A
-            smaller position is not allowed if the cache holds sums or only a window.
+          position: the position of the first token in its sequence, a scalar or ``[batch]``. None
+            means the end of the cache. To decode again from an earlier position, pass the earlier
+            position. Earlier positions are not allowed if the cache holds only sums or a window.
 
         Returns:
           ``[batch, q, d_model]`` and the extended cache.
 
         Raises:
-          ValueError: an argument is not allowed, for example because there are tokens past the end
-            of the cache. If the position is traced, as in a compiled loop, the outputs are NaN
+          ValueError: if an argument is not allowed, for example because the tokens do not fit into
+            the cache. If the position is traced, as in a compiled loop, the outputs are NaN
             instead.
         """
         mask = Mask.of(mask)
@@ -260,15 +261,16 @@ class Mixer(nn.Module):
         inputs = MixerInput(x, mask, cache.empty_memory, bias, cache, position)
         y, cache = self._extend_rows(inputs)
         if order is not None:
-            # The inverse permutation moves the outputs back to the places of their tokens.
+            # The inverse permutation moves the outputs back to the original positions of their
+            # tokens.
             y = take_positions(y, jnp.argsort(order, axis=1))
         return y, cache
 
     def _extend_rows(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
         """Extends the cache for rows in which all padding is at the end.
 
-        The mask in `inputs` is the mask that `extend` was called with. It is converted to the mask
-        of a decoding step here.
+        The mask in `inputs` is the mask that the caller passed to `extend`. This method converts it
+        to the mask of a decoding step.
         """
         position = inputs.position
         cross = inputs.kv is not None
@@ -283,7 +285,7 @@ class Mixer(nn.Module):
         return self.mix(dataclasses.replace(inputs, mask=mask))
 
     def _extend_each(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
-        """Extends the cache of every example at its own position ``[batch]``, under `vmap`."""
+        """Extends the cache with `jax.vmap`, so that every example has its own position."""
         cache: MixerCache = inputs.cache
         batch = inputs.x.shape[0]
         positions, lengths = (jnp.broadcast_to(p, batch) for p in (inputs.position, cache.length))
@@ -291,7 +293,7 @@ class Mixer(nn.Module):
         mask = dataclasses.replace(inputs.mask, query_offset=0)
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:
-            """Returns an example's row of a mask's array, as a batch with a single row."""
+            """Returns the row of one example from an array of the mask, as a batch of size 1."""
             return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
 
         def extend_row(
@@ -299,8 +301,8 @@ class Mixer(nn.Module):
         ) -> tuple[PyTree, jax.Array]:
             """Extends the cache of one example.
 
-            The cache's length is passed and returned separately, because a cache with a single row
-            has a scalar length.
+            The length of the cache is passed and returned separately, because the cache of a single
+            example has a scalar length.
             """
             x, cache = jax.tree.map(lambda a: a[None], example)
             cache = dataclasses.replace(cache, length=length)
@@ -312,14 +314,14 @@ class Mixer(nn.Module):
             cache = dataclasses.replace(cache, length=None)
             return jax.tree.map(lambda a: a[0], (y, cache)), length
 
-        # All examples share the variables, but every example draws its own dropout.
+        # All examples share the variables, but every example has its own dropout key.
         lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
         examples = (inputs.x, dataclasses.replace(cache, length=None))
         (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
         return y, dataclasses.replace(cache, length=length)
 
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache | None]:
-        """Mixes tokens, as the compact method that `__call__` and `extend` call.
+        """Mixes tokens. Both `__call__` and `extend` call this compact method.
 
         Returns:
           ``[batch, q, d_model]`` and the extended cache, or None if there is no cache.
@@ -329,17 +331,18 @@ class Mixer(nn.Module):
     def new_cache(
         self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
     ) -> MixerCache:
-        """Returns an empty cache, as the compact method that `init_cache` calls.
+        """Returns a new cache. This compact method is called by `init_cache`.
 
         The arguments are the same as those of `init_cache`, except that `x` has no tokens.
         """
         raise NotImplementedError
 
     def shorten(self, cache: MixerCache) -> MixerCache:
-        """Returns an empty self-attention cache with room only for positions that can be seen.
+        """Returns an empty self-attention cache without room for positions that are out of reach.
 
-        `init_cache` calls this method if its argument `whole` is False. Only attention with a
-        window changes the cache.
+        `init_cache` calls this method if its argument `whole` is False. This default returns the
+        cache unchanged. Attention layers override the method, and shorten the cache if they have a
+        window.
         """
         return cache
 
@@ -405,10 +408,10 @@ def merge_heads(
 
 
 def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
-    """Returns the dropout arguments of `attend`.
+    """Returns the arguments of `attend` that control dropout.
 
-    The arguments are the rate and a random key. If the random stream ``dropout`` is not given, the
-    arguments turn dropout off.
+    The arguments are the dropout rate and a PRNG key. If the PRNG stream ``dropout`` has no key,
+    the arguments turn dropout off.
     """
     if rate == 0.0 or not module.has_rng("dropout"):
         return {"dropout_rate": 0.0, "dropout_key": None}
@@ -418,7 +421,7 @@ def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
 def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
     """Returns the mask of n new tokens in self-attention, which is always causal.
 
-    If the mask has a prefix, all new tokens see the prefix up to the last new token.
+    If the mask has a prefix, all new tokens attend to the prefix up to the last new token.
     """
     prefix = mask.prefix_lengths
     if prefix is not None:
@@ -427,7 +430,7 @@ def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
 
 
 def _with_real_queries(mask: Mask, position: int | jax.Array) -> Mask:
-    """Returns the mask of new tokens with padded keys marked as padded queries too.
+    """Returns the mask of new tokens, in which padding keys are also padding queries.
 
     The first new token is at `position`.
     """
@@ -442,7 +445,7 @@ def resolve_position(position: int | jax.Array | None, length: int | jax.Array) 
     """Returns the position of a decoding step.
 
     None means the end of the cache. If the position is known to be 0, the result is the integer 0,
-    so that the beginning of a text can be computed without a traced position.
+    so that the first step of decoding does not trace the position.
     """
     position = length if position is None else position
     is_start = is_concrete(position) and np.ndim(position) == 0 and int(position) == 0
@@ -464,7 +467,7 @@ def move_padding_last(
     Args:
       x: the new tokens.
       mask: a mask whose `key_valid` ``[b or 1, n]`` says which tokens are real.
-      position: in-sequence position of the first token.
+      position: the position of the first token in its sequence.
 
     Returns:
       The tokens in their new order, the mask with `key_lengths` instead of `key_valid`, and the old
@@ -483,6 +486,7 @@ def move_padding_last(
             f"{mask.key_valid.shape[-1]} entries for {n} tokens. Leave it out if all are real."
         )
     real = jnp.broadcast_to(jnp.asarray(mask.keys(n), bool), x.shape[:2])  # [b, n]
+
     # The sort is stable, so the real tokens of a row keep their order.
     order = jnp.argsort(~real, axis=1, stable=True)
     mask = dataclasses.replace(
@@ -496,6 +500,6 @@ def move_padding_last(
 
 
 def take_positions(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the entries ``[b, m, ...]`` of ``[b, n, ...]`` at positions ``[b, m]``."""
+    """Gathers the entries of ``[b, n, ...]`` at positions ``[b, m]``, as ``[b, m, ...]``."""
     index = jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2)))  # [b, m, 1, ...]
     return jnp.take_along_axis(x, index, axis=1)

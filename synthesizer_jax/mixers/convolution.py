@@ -22,16 +22,16 @@ class ConvolutionBase(Mixer):
     """A depthwise convolution between two projections, with a kernel that is a softmax over taps.
 
     The layer computes ``y = W_o · conv(W_1 x ∘ σ(W_2 x))`` with
-    ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al. 2019). If the mask is causal, the taps are
-    the last `width` positions. If the mask is not causal, the taps lie on both sides of the
-    position. Padding counts as zero, and the weights of the taps on real tokens do not change. A
-    subclass defines `_tap_logits`.
+    ``conv(u)_i = Σ_t softmax(w)_t u_{i + t}`` (Wu et al. 2019). If the mask is causal, the taps
+    cover the last `width` positions. If the mask is not causal, the taps lie on both sides of the
+    position. Padding tokens count as zero, and the weights of the remaining taps are not normalized
+    again. A subclass defines `_tap_logits`.
 
     Attributes:
       width: number of taps.
       groups: number of groups of channels. The channels in a group share a kernel. None means that
-        every channel has its own kernel, as in the released Mesh-TensorFlow code. Wu et al. use 16
-        groups.
+        every channel has its own kernel, as in the released Mesh-TensorFlow code. Wu et al. 2019
+        use 16 groups.
       glu: whether the input is gated. False means that the input is a projection without a gate.
       pointwise: whether the layer has another dense layer with a bias before the output projection,
         as in the released Mesh-TensorFlow code.
@@ -92,8 +92,8 @@ class ConvolutionBase(Mixer):
             u = u * jax.nn.sigmoid(self._dense(x, "gate"))
         logits = self._tap_logits(u, groups)
         weights = jax.nn.softmax(logits.astype(logits_dtype(logits)), axis=-1)
-        # `first` is the distance of the first tap from the position. A causal window ends at the
-        # position. Other windows lie on both sides of the position.
+        # `first` is the distance from the query's position to the first tap. A causal window ends
+        # at the query's position. Other windows lie on both sides of the query's position.
         first = 1 - self.width if mask.causal else -(self.width // 2)
         values = u.reshape(*u.shape[:2], groups, d_model // groups)  # [b, n, groups, channels]
         return (banded(weights, first=first),), values

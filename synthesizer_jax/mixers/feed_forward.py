@@ -29,7 +29,7 @@ SLOPE = 0.01
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of a sentence that a `SentenceNetwork` has read.
+    """Sums over the tokens of a sentence that a `SentenceNetwork` has already read.
 
     The sums of two parts of a sentence can be added to get the sums of the whole sentence.
 
@@ -51,7 +51,7 @@ class SentenceCache(TokenCount):
     """The cache of a `SentenceFeedForward`; see `TokenCount` for the other attributes.
 
     Attributes:
-      sums: the sums over all tokens that have been read, with n = 1.
+      sums: the sums over all tokens that have been read, where the axis n has size 1.
     """
 
     sums: Sums = dataclasses.field(kw_only=True)
@@ -63,9 +63,9 @@ class SentenceNetwork(nn.Module):
     The layers are ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases
     (Bozic et al. 2023, released code).
 
-    The implementation does not pad or flatten the sentence. The statistics of the first
-    normalization and the first product are sums over tokens, so shorter inputs cost less. In a
-    decoder, the network runs once for every prefix of the sentence. The sums for all prefixes are
+    The implementation does not actually pad or flatten the sentence. The statistics of the first
+    normalization and the first matrix product are sums over tokens, so shorter inputs cost less. In
+    a decoder, the network runs once for every prefix of the sentence. The sums for all prefixes are
     computed by one cumulative sum.
 
     Attributes:
@@ -74,8 +74,8 @@ class SentenceNetwork(nn.Module):
       hidden_dim: width of the hidden layer.
       features: width of the output at one position.
       nets: number of parallel networks. ALSR has one network for each head.
-      every_position: whether one pass gives the outputs at all N positions. False means that one
-        pass gives the output at one position.
+      every_position: whether one pass computes the outputs at all N positions. False means that one
+        pass computes the output at one position.
       inputs: number of sequences of N tokens that the network reads. In cross-attention, the
         network reads 2 sequences.
     """
@@ -126,7 +126,7 @@ class SentenceNetwork(nn.Module):
         self.bias_1 = param("bias_1", second, (None, "query_length", None), *bias_shape)
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
-        """Returns the sums that tokens ``[b, n, d]`` contribute. The padding in `x` must be zero.
+        """Returns what each token contributes to the sums. The padding in `x` must be zero.
 
         Args:
           x: the tokens.
@@ -135,7 +135,7 @@ class SentenceNetwork(nn.Module):
             otherwise.
 
         Returns:
-          The sums of every single token, which are not yet added up.
+          The contributions of all tokens, which are not yet added up.
         """
         first = which * self.max_length + start
         scale, kernel = (
@@ -199,8 +199,8 @@ class SentenceFeedForward(Mixer):
 
     The fields select the variants of Bozic et al. 2023:
 
-    - ALR is the default. The network computes the concatenated heads, which the output projection
-      then multiplies.
+    - ALR is the default. The network computes the concatenated heads, to which the output
+      projection is then applied.
     - ALSR is ALR with ``separate_heads=True``.
     - ALRR has ``num_heads=None`` and is used in a `Block` with ``self_residual=False``.
     - ELR is ALRR in a block without a feed-forward layer.
@@ -208,10 +208,10 @@ class SentenceFeedForward(Mixer):
     In decoders, set `causal` to True. If `causal` is True, the output at a position is computed
     only from the tokens up to this position.
 
-    As a `cross_mixer`, the network reads the encoder's output and the decoder's states up to the
-    position. The released code trains the cross-attention network on all decoder states but decodes
-    with prefixes. This implementation uses prefixes in training and in decoding, so that both
-    compute the same outputs.
+    As a `cross_mixer`, the network reads the encoder's output, and the decoder's states up to the
+    current position. The released code trains the cross-attention network on all decoder states but
+    decodes with prefixes. This implementation uses prefixes in training and in decoding, so that
+    both compute the same outputs.
 
     Attributes:
       max_length: number of tokens for which the network has weights. The paper uses 50.
@@ -235,8 +235,8 @@ class SentenceFeedForward(Mixer):
 
     has_cross_attention = True
     supports_packing = False
-    # In cross-attention, the cache holds sums over the decoder's tokens, so rows cannot share a
-    # cache.
+    # In cross-attention, the cache holds sums over the decoder's tokens, so different rows cannot
+    # share a cache.
     shares_cross_cache = False
     supports_causal = property(lambda self: self.causal)
     supports_bidirectional = property(lambda self: not self.causal)
@@ -249,11 +249,12 @@ class SentenceFeedForward(Mixer):
         network = self._make_network(x, kv, mask, position=position)
         real = mask.queries(n)
 
-        # The sums say what the network has read at every position. If all positions read the whole
-        # sentence, the sums have n = 1.
+        # For every position, `sums` holds the sums over the tokens that the network reads to
+        # compute the output at this position. If all positions read the whole sentence, the axis n
+        # of the sums has size 1.
         if kv is not None:
-            # Cross-attention reads the memory and the queries up to the position. If there is a
-            # cache, the cache already holds the sums over the memory.
+            # In cross-attention, each position reads the memory and the queries up to this
+            # position. If there is a cache, the cache already holds the sums over the memory.
             sums = _prefixes(network.read(zero_padding(x, real), start=position, which=1))
             if cache is None:
                 sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
@@ -337,7 +338,7 @@ def _prefixes(sums: Sums) -> Sums:
 
 
 def _read_all(network: SentenceNetwork, x: jax.Array, mask: Mask) -> Sums:
-    """Returns the sums over all real tokens of each row, with n = 1."""
+    """Returns the sums over all real tokens of each row, where the axis n has size 1."""
     sums = network.read(_real_tokens(x, mask, 0))
     return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), sums)
 
@@ -348,7 +349,7 @@ def _real_tokens(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
     Args:
       x: the tokens.
       mask: a mask that says which keys are real.
-      start: the position of the first token among the keys of the mask.
+      start: the index of the first token among the keys of the mask.
     """
     n = x.shape[1]
     if not n or (mask.key_lengths is None and mask.key_valid is None):

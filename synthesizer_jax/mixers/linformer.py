@@ -1,4 +1,4 @@
-"""Linformer attention, whose keys and values are projected along the length."""
+"""Linformer attention, whose keys and values are projected along the sequence axis."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Linformer(Mixer):
     """Attention to k learned mixtures of positions instead of to all positions.
 
     The layer computes ``softmax(Q (E K)ᵀ / √d_k) (F V)`` (Wang et al. 2020, equation 7). E and F
-    have the shape ``[k, max_length]``. The cost is linear in the length. The layer is only for
-    encoders, because a projection along the length includes later positions. Padding is set to zero
-    before the projection.
+    have the shape ``[k, max_length]``. The cost is linear in the sequence length. The layer is only
+    for encoders, because a projection along the sequence axis includes later positions. The keys
+    and values of padding are set to zero before the projection.
 
     Attributes:
       num_heads: number of heads.
       head_dim: width of one head.
       max_length: number of positions that E and F project.
       projected_length: the number k of projected positions, as in the paper.
-      shared: whether E and F are the same matrix, which the paper calls "key-value sharing". All
-        heads always share E and F.
+      shared: whether E and F are the same matrix, which the paper calls "key-value sharing". In any
+        case, all heads share E and F.
       dropout_rate: probability of dropping an attention weight.
       query_init: initializer of the query kernel.
       kernel_init: initializer of the key, value and output kernels.
@@ -50,7 +50,7 @@ class Linformer(Mixer):
     kernel_init: Initializer = FanIn()
     length_init: Initializer | None = None
 
-    # A projection along the length includes later tokens.
+    # A projection along the sequence axis includes later tokens.
     supports_causal = False
     supports_packing = False
 
@@ -75,7 +75,7 @@ class Linformer(Mixer):
         value = projected("value", self.kernel_init)
         key, value = (zero_padding(y, mask.keys(length)) for y in (key, value))
 
-        # The matrices E and F have the shape [p, max_length], where p is the number k of the paper.
+        # The matrices E and F have the shape [p, max_length], where p is called k in the paper.
         init = with_axes(
             self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length"
         )
@@ -92,8 +92,8 @@ class Linformer(Mixer):
         keys = mix_positions(key_matrix, key)
         values = mix_positions(value_matrix, value)
         terms = (low_rank(query * self.head_dim**-0.5, keys, token_keys=True),)
-        # The projected keys do not belong to positions, so the mask only says which queries are
-        # real.
+        # The projected keys do not belong to single positions, so the mask only says which queries
+        # are real.
         rows = Mask(query_valid=mask.queries(length))
         if self.is_sowing_weights:
             self.sow("intermediates", "attention_weights", attention_weights(terms, mask=rows))

@@ -30,8 +30,8 @@ class TalkingHeads(AttentionBase):
 
     Talking-heads attention is described by Shazeer et al. 2020, section 3. The layer starts from
     the alignment's logits J, and computes ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``
-    and ``y = concat(U V) W_o``. The alignment can be any alignment that makes logits. The layer
-    holds all logits in memory, because heads that exchange logits cannot be computed one by one.
+    and ``y = concat(U V) W_o``. Any alignment that computes logits can be used. The layer holds all
+    logits in memory, because heads that exchange logits cannot be computed one by one.
 
     Attributes:
       num_heads: number of heads of the alignment, which the paper calls h_k.
@@ -43,8 +43,9 @@ class TalkingHeads(AttentionBase):
         equal `softmax_heads`.
       project_weights: whether the layer has a matrix P_w. If the layer has no P_w, `softmax_heads`
         must equal `value_heads`.
-      dynamic: any of ``x2l``, ``m2l``, ``x2w`` and ``m2w`` (section 6). Each dynamic projection
-        adds a linear function of the query's token (x) or the key's token (m) to P_l or to P_w.
+      dynamic: the names of the dynamic projections, any of ``x2l``, ``m2l``, ``x2w`` and ``m2w``
+        (section 6). Each dynamic projection adds a linear function of the query's token (x) or the
+        key's token (m) to P_l or to P_w.
       talk_init: initializer of P_l ``[h_k, h]`` and P_w ``[h, h_v]``.
       dynamic_scale: sets the initial size of the dynamic projections. If the features of tokens
         have unit variance, the entries of a dynamic projection have a variance of `dynamic_scale`
@@ -70,7 +71,7 @@ class TalkingHeads(AttentionBase):
         return self.value_heads or self.bias_heads
 
     def _values(self, memory: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the values, and the memory's dynamic projections ``[batch, k, from, to]``."""
+        """Returns the values and the memory's dynamic projections, ``[batch, k, from, to]``."""
         self._check_fields()
         projections = (
             self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic
@@ -86,7 +87,7 @@ class TalkingHeads(AttentionBase):
         # `_values` returns the values [b, k, h_v, e] and the dynamic projections of the memory.
         v, *dynamic = values
 
-        # Each key and each query adds its own dynamic part to P_l and P_w.
+        # For each key and each query, a dynamic projection is added to P_l or P_w.
         names = [name for name in ("m2l", "m2w") if name in self.dynamic]
         by_key = dict(zip(names, dynamic, strict=True))  # [b, k, from, to]
         by_query = {
@@ -111,8 +112,8 @@ class TalkingHeads(AttentionBase):
 
         pairs = mask.pairs(q_length, k_length)
         if pairs is not None:
-            # Masked logits are set to a finite number here, because the argument `where` of
-            # `jax.nn.softmax` would compute with infinities.
+            # Masked logits are set to a finite number here. The argument `where` of
+            # `jax.nn.softmax` is not used, because it would compute with infinities.
             logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
         weights = jax.nn.softmax(logits)  # [b or 1, h, q, k]
         if pairs is not None:
@@ -128,7 +129,7 @@ class TalkingHeads(AttentionBase):
         return weigh_values(weights, v)
 
     def _num_heads_between(self, target: str) -> tuple[int, int]:
-        """Returns the numbers of heads before and after a projection.
+        """Returns the number of heads before a projection, and the number of heads after it.
 
         Args:
           target: ``l`` for P_l or ``w`` for P_w.
@@ -156,10 +157,10 @@ class TalkingHeads(AttentionBase):
         )
 
     def _check_fields(self) -> None:
-        """Raises a `ValueError` if P_l or P_w is left out but is needed.
+        """Raises a `ValueError` if the layer leaves out a matrix, P_l or P_w, that it needs.
 
-        P_l and P_w are needed if they change the number of heads, or if a dynamic projection is
-        added to them.
+        A matrix is needed if it changes the number of heads, or if a dynamic projection is added to
+        it.
         """
         for name in ("logits", "weights"):
             source, to = self._num_heads_between(name[0])
@@ -175,7 +176,7 @@ class TalkingHeads(AttentionBase):
 def _mix_heads(
     heads: jax.Array, matrix: jax.Array, by_query: jax.Array | None, by_key: jax.Array | None
 ) -> jax.Array:
-    """Returns ``heads · (P + P_x + P_m)``, which maps h heads to g heads, ``[b or 1, g, q, k]``.
+    """Mixes h heads to g heads by ``heads · (P + P_x + P_m)``, ``[b or 1, g, q, k]``.
 
     Args:
       heads: logits or weights, ``[b or 1, h, q, k]``.

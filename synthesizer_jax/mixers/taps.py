@@ -1,4 +1,4 @@
-"""Collections through which distillation reads and replaces the values of modules."""
+"""Flax collections through which distillation reads and replaces values inside of modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ_ONLY: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
 
 
 def tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
-    """Returns a value, or its override if it has one, after sowing the result in `TAPS`."""
+    """Sows a value, or its override if there is one, in `TAPS`, and returns what it has sown."""
     if module.has_variable(OVERRIDES, name):
         value = module.get_variable(OVERRIDES, name)
     sow_tap(module, name, value)
