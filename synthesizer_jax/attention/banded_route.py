@@ -36,6 +36,13 @@ def attend_banded(call: Call) -> jax.Array:
     keys = mask.keys(k_length)
     queries = mask.queries(q_length)
 
+    # In a call with a single example, `Call.cleared` takes the weights for parameters and does not
+    # clear the weights of padding queries. A NaN in these weights would make the gradient of the
+    # values NaN, so the weights are cleared here.
+    is_cleared = term.depends_on_tokens("weights")
+    if not is_cleared and queries is not None and term.weights.shape[:2] == queries.shape:
+        term = dataclasses.replace(term, weights=zero_padding(term.weights, queries))
+
     # `Call.cleared` has set the values of padding keys to zero, so the weighted sum needs no mask
     # of keys. The sum of the weights below does need a mask of keys, because it multiplies the
     # weights by ones instead of values.

@@ -129,6 +129,12 @@ class Term(abc.ABC):
     def depends_on_tokens(self, name: str) -> bool:
         """Returns whether an array is computed from tokens, and not looked up by position.
 
+        By default, an array is computed from tokens if its batch axis does not have size 1. In a
+        call with a single example, the default therefore takes every array for a parameter. A class
+        whose arrays may be computed from tokens should override this method. Otherwise, such an
+        array is not cached when a single example is decoded, its padding is not cleared, and in
+        packed rows its entries are looked up by position.
+
         Args:
           name: the name of the array's field.
         """
@@ -612,7 +618,12 @@ class Banded(_NoLogits):
     logits.
 
     Attributes:
-      weights: ``[b or 1, q or 1, h, w]``. The weights of a window are also called taps.
+      weights: ``[b or 1, q or 1, h, w]``. The weights of a window are also called taps. Weights
+        with a batch axis of size 1 count as parameters; see `Term.depends_on_tokens`. The term does
+        not override this method, because it has no keys to cache, and because the banded route
+        clears padding itself. The difference matters only for terms with `starts`, or in
+        cross-attention, of packed rows. There, weights with a batch axis of size 1 are looked up by
+        the position in the segment, even if the call has a single example.
       first: the distance ``key - query`` of the first tap.
       starts: ``[q]``, the key position of each query's first tap. If `starts` is given, `first` is
         not used. Hard-coded cross-attention needs `starts`, because its window does not move by one

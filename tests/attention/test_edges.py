@@ -206,6 +206,23 @@ def test_padding_may_hold_anything(route: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_nan_weights_of_padding_queries_do_not_reach_gradients(batch: int, normalize: bool) -> None:
+    """Banded weights may be computed from padding tokens that are NaN, also for one example."""
+    values, g = (cases.normal(x, batch, KEYS, HEADS, WIDTH) for x in ("values", "g"))
+    weights = jnp.exp(cases.normal("w", batch, KEYS, HEADS, 3))
+    mask = Mask.padded(jnp.full(batch, KEYS - 2))
+
+    def gradients(weights):
+        term = banded(weights, first=-1, normalize=normalize)
+        return cases.run((term,), values, mask, g, "banded")
+
+    clean = gradients(weights)
+    dirty = gradients(weights.at[:, KEYS - 2 :].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+
+
 def test_a_traced_position_beyond_a_bias_is_nan() -> None:
     """If a traced position is outside of a bias, the output is NaN.
 
