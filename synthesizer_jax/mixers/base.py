@@ -17,7 +17,7 @@ from synthesizer_jax.attention.masks import CROSS_ATTENTION, MaskLike, is_concre
 from synthesizer_jax.attention.routes import check_terms
 from synthesizer_jax.base.registry import check_fields
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap
+from synthesizer_jax.mixers.taps import SHARED_BY_COPIES, sow_tap
 from synthesizer_jax.primitives.initializers import Initializer
 from synthesizer_jax.primitives.mesh import on_any_mesh
 
@@ -315,7 +315,9 @@ class Mixer(nn.Module):
             return jax.tree.map(lambda a: a[0], (y, cache)), length
 
         # All examples share the variables, but every example has its own dropout key.
-        lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
+        lifted = nn.vmap(
+            extend_row, variable_axes={SHARED_BY_COPIES: None}, split_rngs={"dropout": True}
+        )
         examples = (inputs.x, dataclasses.replace(cache, length=None))
         (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
         return y, dataclasses.replace(cache, length=length)

@@ -26,8 +26,12 @@ Logits are sown only if the collection is mutable.
 LOSSES = "losses"
 """The collection in which modules sow values that are added to the training loss."""
 
-READ_ONLY: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
-"""A filter for `nn.vmap` that selects the collections that the copies of a module share."""
+SHARED_BY_COPIES: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
+"""A filter for `nn.vmap` that selects the collections that the copies of a module share.
+
+The filter selects all collections except the listed ones. The listed collections do not exist
+inside of the copies, so the copies sow nothing in them and ignore overrides.
+"""
 
 
 def tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:

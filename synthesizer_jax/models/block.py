@@ -15,7 +15,7 @@ from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Rate
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.base import MixerCache
-from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap, tap
+from synthesizer_jax.mixers.taps import SHARED_BY_COPIES, sow_tap, tap
 from synthesizer_jax.models.layers import Dropout
 from synthesizer_jax.primitives.mesh import constrain
 from synthesizer_jax.primitives.norms import RMSNorm
@@ -83,9 +83,11 @@ class LayerCache:
 class Block(nn.Module):
     """A layer that consists of self-attention, optional cross-attention, and a feed-forward layer.
 
-    The fields hold the configurations of the sub-layers. The bound sub-layers have the same names
-    as in T5X: ``self_attention``, ``encoder_decoder_attention`` and ``mlp``. In encoders,
-    self-attention is named ``attention``.
+    The fields hold the configurations of the sub-layers. Each bound sub-layer is a copy of a field
+    with another name; see "The framework" in docs/design.md, which also explains why the class may
+    have several compact methods. The bound sub-layers have the same names as in T5X:
+    ``self_attention``, ``encoder_decoder_attention`` and ``mlp``. In encoders, self-attention is
+    named ``attention``.
 
     For distillation, a block sows values in the collection `TAPS`. The mixers' inputs are sown as
     ``self_input`` and ``cross_input``, and the mixers' outputs as ``self_mixed`` and
@@ -314,7 +316,11 @@ def _share_memory(
     # The mixer's cache has no axis for n, because all rows that share a memory also share the
     # cache.
     lifted = nn.vmap(
-        attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)
+        attend,
+        {SHARED_BY_COPIES: None},
+        split_rngs={"dropout": True},
+        in_axes=1,
+        out_axes=(1, None),
     )
     y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))  # [batch, n, q, d]
     return y.reshape(x.shape), cache
