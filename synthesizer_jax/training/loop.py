@@ -285,6 +285,8 @@ class _Loop:
                 self.log.throughput.utilizations = self.trainer.measure_utilization()
 
         if jax.process_count() > 1:
+            # The log reads this metric one step later, removes it from the metrics, and stores it
+            # as `agreed_signal`, which `stop_after_signal` reads.
             received = self.stop.received
             metrics[STOP] = self.trainer.max_over_processes(received, after=metrics["loss"])
         self.log.add_step(step + 1, batch, metrics)

@@ -35,8 +35,9 @@ class LossSums:
       z_loss: ``coefficient · Σ log² Z``.
       num_correct: number of tokens whose most probable value is the target.
       weight: number of real tokens, which is the sum of the weights.
-      penalty: a loss that modules add for every token, such as the ponder cost of a Universal
-        Transformer.
+      penalty: the sum of the losses that modules add, such as the ponder cost of a Universal
+        Transformer. Modules sow means in the collection `LOSSES`. `step.loss_sums` multiplies the
+        means by the number of real targets, so that the penalty is a sum like the other fields.
     """
 
     total: jax.Array
@@ -71,18 +72,19 @@ class _Sums(NamedTuple):
 class _Residuals(NamedTuple):
     """The residuals of every token, from which the backward pass recomputes the softmax.
 
-    The residuals contain ``log Z`` as the two numbers `peak` and `total`. If ``log Z`` was rounded
-    to a single number, the rounding error would change all probabilities.
+    The residuals contain ``log Z`` as the two numbers `peak` and `denominator`. If ``log Z`` was
+    rounded to a single number, the rounding error would change all probabilities.
 
     Attributes:
       is_nan: whether the loss of the token is NaN, because of its target or its logits.
       peak: the largest logit.
-      total: ``Σ exp(logits − peak)``.
+      denominator: ``Σ exp(logits − peak)``, the denominator of the softmax divided by
+        ``exp(peak)``.
     """
 
     is_nan: jax.Array
     peak: jax.Array
-    total: jax.Array
+    denominator: jax.Array
 
 
 @jax.named_scope("loss")
@@ -138,7 +140,7 @@ def chunked_cross_entropy(
 
     Args:
       hidden: ``[b, t, d]``. The dtype of `hidden` is also the dtype of the matrix product.
-      kernel: ``[d, v]`` float32.
+      kernel: ``[d, v]``. The kernel is cast to the dtype of `hidden`.
       targets: ``[b, t]`` integers, as in `cross_entropy`.
       weights: ``[b, t]`` float32, as in `cross_entropy`.
       scale: factor of `hidden`, such as 1/√d for tied embeddings.
@@ -212,11 +214,11 @@ def _losses(
     extra, low, entropy = _smoothed_target(logits.shape[-1], settings.smoothing)
     logits32 = logits.astype(jnp.float32)
 
-    # Compute `total`, the denominator of the softmax divided by exp(peak).
+    # Compute `denominator`, the denominator of the softmax divided by exp(peak).
     peak = jax.lax.stop_gradient(logits32.max(axis=-1))
     # If all logits of a token are −∞, subtracting the peak would give NaN.
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
-    total = jnp.exp(logits32 - peak[..., None]).sum(axis=-1)
+    denominator = jnp.exp(logits32 - peak[..., None]).sum(axis=-1)
 
     valid = (targets >= 0) & (targets < logits.shape[-1])
     target = jnp.where(valid, targets, 0)[..., None]
@@ -226,7 +228,7 @@ def _losses(
     expected = extra * at_target
     if low:
         expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
-    loss = jnp.where(valid, jnp.log(total) - expected - entropy, 0.0)
+    loss = jnp.where(valid, jnp.log(denominator) - expected - entropy, 0.0)
     loss = jnp.where(valid | (weights == 0), loss, jnp.nan)
 
     # A prediction is correct if the target is the first of the largest logits. On CPUs, an argmax
@@ -240,13 +242,13 @@ def _losses(
         # The product of a NaN loss and the weight 0 would be NaN, so `where` selects 0 instead.
         return jnp.where(weights == 0, 0.0, weights * x).sum()
 
-    log_z = peak + jnp.log(total)
+    log_z = peak + jnp.log(denominator)
     loss_sum = weighted_sum(loss)
     z_loss = settings.z_loss * weighted_sum(log_z**2)
     sums = _Sums(
         total=loss_sum + z_loss, loss=loss_sum, z_loss=z_loss, num_correct=weighted_sum(is_correct)
     )
-    return sums, _Residuals(is_nan=jnp.isnan(loss), peak=peak, total=total)
+    return sums, _Residuals(is_nan=jnp.isnan(loss), peak=peak, denominator=denominator)
 
 
 def _logits_gradient(
@@ -268,9 +270,9 @@ def _logits_gradient(
     # function instead of computing them again from the logits.
     peak = jax.lax.optimization_barrier(residuals.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
-    log_z = residuals.peak + jnp.log(residuals.total)
+    log_z = residuals.peak + jnp.log(residuals.denominator)
     # `factor` is the sum of all coefficients of p, divided by the softmax's denominator.
-    factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / residuals.total
+    factor = weights * (g + 2.0 * settings.z_loss * g * log_z) / residuals.denominator
 
     is_target = targets[..., None] == jax.lax.broadcasted_iota(
         targets.dtype, logits.shape, logits.ndim - 1

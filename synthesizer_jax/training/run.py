@@ -91,8 +91,8 @@ def run(
     experiment = run_directory.find_dtype(experiment, directory)
     if initialize is None:
         # A missing checkpoint is reported here, before any data is read. `initialize` keeps the
-        # experiment as it is now. Below, only the vocabulary and the base of the adapters are added
-        # to the experiment. `initialize` needs neither of them, because the trainer reads the base.
+        # experiment of this moment, to which the vocabulary and the base of the adapters are added
+        # only below. `initialize` does not read the vocabulary, and the trainer reads the base.
         initialize = initializer_of(experiment, report=report)
     if visible:
         print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
@@ -102,7 +102,10 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(name_write_errors(directory, "Files that were finished are kept"))
         stop = stack.enter_context(StopSignal())
+        # Nothing has to be saved yet. Inside `stop.region()`, a signal therefore ends the process
+        # at once, instead of only being recorded for the training loop.
         with stop.region():
+            # Add the tasks that the command `data import` has written into the data directory.
             task_registry.add_imported(data_path)
             experiment = run_directory.find_vocabulary(experiment, data_path)
             experiment = run_directory.find_base(experiment, directory)
@@ -204,12 +207,16 @@ def missing_preparation(
     assert vocabulary is not None
     name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
     options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
-    generated = synthetic.vocabulary(data_dir).file
     if isinstance(vocabulary, SentencePiece) and vocabulary.bos:
         options.append("--bos")
-    if isinstance(vocabulary, SentencePiece) and vocabulary.file == generated:
-        options = []  # this vocabulary is generated together with the data
-    if options or generated.is_file():
+
+    # The vocabulary of synthetic data is generated together with the data, so the command needs no
+    # options for it. Before the first preparation, its file does not exist yet.
+    generated_file = synthetic.vocabulary(data_dir).file
+    is_generated = isinstance(vocabulary, SentencePiece) and vocabulary.file == generated_file
+    if is_generated:
+        options = []
+    if not is_generated or generated_file.is_file():
         built = open_vocabulary(vocabulary, data_dir, model=experiment.model)
         prepared = PreparedTasks(data_dir, built)
         if _is_prepared(experiment, prepared, trains=trains, only=only):

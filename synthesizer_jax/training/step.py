@@ -13,7 +13,8 @@ import optax
 
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.models import LOSSES, Encoder, Rows, TextToText
+from synthesizer_jax.mixers.taps import LOSSES
+from synthesizer_jax.models import Encoder, Rows, TextToText
 from synthesizer_jax.models.trainable import Trainable
 from synthesizer_jax.optimizers.rules import RuledOptimizer
 from synthesizer_jax.primitives.mesh import map_over_batch, mesh_axes
@@ -101,9 +102,10 @@ def loss_sums(
       label_smoothing: ε of T5's label smoothing.
       dropout_key: random key for dropout. None turns dropout off.
       max_segments: maximum number of segments in a packed row.
-      penalty_weight: the factor of the losses that modules add. Losses that modules add are means
-        over rows. The default factor is the number of real targets in `batch`. For a micro-batch,
-        pass the number of real targets in the whole batch, divided by the number of micro-batches.
+      penalty_weight: the factor of the losses that modules add. Each of these losses is averaged
+        over the positions of a row, and then over the rows. The default factor is the number of
+        real targets in `batch`. For a micro-batch, pass the number of real targets in the whole
+        batch, divided by the number of micro-batches.
         The penalties of all micro-batches then add up to the penalty of the whole batch.
     """
     if isinstance(model, Encoder):
@@ -218,7 +220,8 @@ def _output_loss(
         return jax.tree.map(lambda x: jnp.asarray(x)[None], chunked_loss(*arrays))
 
     # Each device computes the loss of its own rows. No chunk then has rows of several devices, and
-    # the kernel is gathered only once.
+    # the kernel is gathered only once. The kernel is cast before it is gathered, so that devices
+    # send fewer bytes.
     sums = map_over_batch(loss_of_device, kernel.astype(states.dtype), states, targets, weights)
     return jax.tree.map(jnp.sum, sums)
 
@@ -336,6 +339,8 @@ def make_train_step(
         else:
             gradients, sums = _sum_over_parts(gradients_of, batch, key, parts)
 
+        # A scanned stack holds trained and frozen layers in one array, so `gradients` may contain
+        # entries of frozen layers. They are set to zero.
         gradients = optimizer.mask_gradients(gradients)
         real_targets = jnp.maximum(sums.weight, 1.0)
         tokens = (batch["encoder_input_tokens"] != model.ids.padding).sum() + sums.weight
@@ -346,6 +351,7 @@ def make_train_step(
             "tokens": tokens.astype(jnp.float32),
             "gradient_norm": optax.tree.norm(gradients),
             "data_checksum": _data_checksum(batch),
+            # The method returns a dictionary, which is empty if the learning rate is not known.
             **optimizer.learning_rate(state.opt_state),
         }
         return apply_gradients(state, gradients, optimizer, ema=training.ema), metrics

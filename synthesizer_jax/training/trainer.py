@@ -70,6 +70,7 @@ def make_layout(
     )
     params = with_shardings(shapes["params"], axes["params"], mesh)
     opt_state = jax.eval_shape(optimizer.init, shapes["params"])
+    # `state_axes` is defined next to Adafactor, but works for the states of all optimizers.
     opt_axes = state_axes(opt_state, axes["params"], shapes["params"])
     abstract = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh)),
@@ -164,6 +165,7 @@ class Trainer:
             out_shardings=(self.layout.shardings, None),
             compiler_options=_compiler_options(self.mesh),
         )
+        # `max_over_processes` explains the unused second argument.
         self._largest = jax.jit(
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
         )
@@ -287,6 +289,7 @@ class Trainer:
                 self.trainable.init,
                 self._key,
                 self.base,
+                # `shardings` is a `TrainState` whose leaves are shardings instead of arrays.
                 shardings=self.layout.shardings.variables,
             )
         state: TrainState = jax.jit(make, donate_argnums=0, out_shardings=self.layout.shardings)(
@@ -333,7 +336,7 @@ class Trainer:
         Args:
           number: the number of this process.
           after: an array that a step returns. The numbers are compared after this array is
-            computed.
+            computed, because the compiled program takes the array as an unused argument.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         repeated = np.full(self.mesh.size, number, np.int32)
@@ -349,6 +352,8 @@ class Trainer:
           lengths: the lengths of inputs and targets in a bucket. None means the full lengths.
         """
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh), lengths=lengths)
+        # `use_mesh` also sets Flax's logical axis rules, which the layers read in
+        # `primitives.mesh.mesh_axes`. The layers read them only while they are traced.
         with use_mesh(self.mesh):
             return self._jitted.trace(
                 self.layout.abstract, batch, self._key, *self.abstract_arguments
@@ -367,6 +372,7 @@ class Trainer:
             full lengths.
           lowered: the lowered step for this shape, if it has been lowered already.
         """
+        # The last of the shapes has the full lengths.
         lengths = self.experiment.data.shapes[-1] if batch is None else _lengths(batch)
         if lengths not in self._compiled:
             self._compiled[lengths] = (lowered or self.trace(lengths).lower()).compile()
