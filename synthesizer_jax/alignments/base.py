@@ -39,10 +39,11 @@ class AttentionContext:
         shared by a group of ``num_heads / num_kv_heads`` neighboring query heads. None means that
         every query head has its own key head.
       packed_positions: the in-sequence positions of the queries and of the keys, each
-        ``[batch, n]``. The positions are given only in cross-attention of packed rows. None means
-        that the positions of queries count up from `query_span.start`, and the positions of keys
-        from `keys_start`. In self-attention of packed rows, these positions have the right
-        distances within a segment.
+        ``[batch, n]``. `Attention` gives the positions only in cross-attention of packed rows.
+        `MultiHeadAttention` gives them in self-attention of packed rows, too. None means that the
+        positions of queries count up from `query_span.start`, and the positions of keys from
+        `keys_start`. In self-attention of packed rows, these positions have the right distances
+        within a segment.
     """
 
     num_heads: int

@@ -120,7 +120,7 @@ def forward(
     out, row_max, inverse_row_sum = tiling.call(
         functools.partial(_forward_kernel, tiling),
         LabeledArrays((operands,), (operands.axes(),)),
-        LabeledArrays((out_shape, statistic, statistic), ("bqhr", "bhq", "bhq")),
+        LabeledArrays((out_shape, statistic, statistic), ("bqh.", "bhq", "bhq")),
         grid=(tiling.counts[0], heads, batch),
         multiply_adds=operands.rank + width,
         interpret=interpret,

@@ -87,7 +87,7 @@ class Residuals(NamedTuple):
     delta: Ref
 
 
-_RESIDUAL_AXES = Residuals(dout="bqhr", row_max="bhq", inverse_row_sum="bhq", delta="bhq")
+_RESIDUAL_AXES = Residuals(dout="bqh.", row_max="bhq", inverse_row_sum="bhq", delta="bhq")
 
 
 def _inputs(operands: Operands, residuals: Residuals) -> LabeledArrays:
@@ -119,7 +119,7 @@ def call_by_queries(
     results: tuple[tuple[jax.Array, ...]] = tiling.call(
         functools.partial(_queries_kernel, tiling),
         _inputs(operands, residuals),
-        LabeledArrays((shapes,), (("bqhr",) * len(shapes),)),
+        LabeledArrays((shapes,), (("bqh.",) * len(shapes),)),
         grid=(tiling.counts[0], heads, batch),
         multiply_adds=2 * operands.rank + width,
         interpret=interpret,
@@ -175,7 +175,7 @@ def call_by_keys(
         functools.partial(_keys_kernel, tiling),
         _inputs(operands, residuals),
         LabeledArrays(
-            (shapes, _cotangent_shape(operands.values, batch)), (("bkhr",) * len(shapes), "bkhr")
+            (shapes, _cotangent_shape(operands.values, batch)), (("bkh.",) * len(shapes), "bkh.")
         ),
         grid=(tiling.counts[1], heads, batch),
         multiply_adds=2 * (operands.rank + width),
@@ -269,7 +269,7 @@ def call_by_bias(
     (sums,) = tiling.call(
         functools.partial(_bias_kernel, tiling, work, batch // parts),
         _inputs(operands, residuals),
-        LabeledArrays((shape,), ("pnhrr",)),
+        LabeledArrays((shape,), ("..h..",)),
         grid=(work.num_sums, heads, parts),
         multiply_adds=operands.rank + width,
         interpret=interpret,

@@ -145,11 +145,11 @@ class Operands(NamedTuple):
     def axes(self) -> Operands:
         """Returns the letters of the axes of every array, in the form that `Tiling.spec` takes."""
         return Operands(
-            queries=("bqhr",) * len(self.queries),
-            keys=("bkhr",) * len(self.keys),
-            values="bkhr",
+            queries=("bqh.",) * len(self.queries),
+            keys=("bkh.",) * len(self.keys),
+            values="bkh.",
             table="hqk",
-            diagonals="hr",
+            diagonals="h.",
             key_ends="b",
             query_ends="b",
             real_keys="bk",
@@ -375,6 +375,8 @@ class Tiling:
         if before is not None:
             first = jnp.maximum(query - before, 0)
         if after is not None:
+            # The last query of the tile is `query + size - 1`, and may attend to `after` more keys.
+            # The range ends one position later.
             last = jnp.clip(query + self.sizes.queries + after, 0, last)
         return _floor_divide(first, size), _floor_divide(last + size - 1, size)
 
@@ -398,7 +400,13 @@ class Tiling:
         """Returns the block specification that selects one head of an array, with all rows.
 
         Axes q and k of the block are rounded up to whole tiles, so that the slice of the last tile
-        lies inside the block. If the array is absent, the result is None.
+        lies inside the block. The block has one entry of axis h, and all entries of every other
+        axis. If the array is absent, the result is None.
+
+        Args:
+          x: the array, or a `jax.ShapeDtypeStruct`.
+          letters: one letter for each axis of the array. The letters q, k, h and b stand for
+            queries, keys, heads and examples, and ``.`` stands for any other axis.
         """
         if x is None:
             return None

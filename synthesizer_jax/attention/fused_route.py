@@ -110,10 +110,14 @@ def attend_fused(call: Call) -> jax.Array:
                 f"no kernel supports it. {why}"
             )
 
+    # `forward` refers to `q_length` instead of `call`, because the functions that `with_gradient`
+    # takes must not close over arrays.
+    q_length = call.q_length
+
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         """Returns the attention output and the softmax statistics of each row."""
         inputs, sinks = args
-        out, stats = fused_forward(call.q_length, options, inputs)
+        out, stats = fused_forward(q_length, options, inputs)
         return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
 
     def backward(

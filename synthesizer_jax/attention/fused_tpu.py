@@ -205,7 +205,11 @@ class _Cotangents(NamedTuple):
         return jax.tree.map(shape, self)
 
     def is_shared(self) -> PyTree:
-        """Returns a tree with a bool for each array: whether all examples share the array."""
+        """Returns a tree with a bool for each array: whether all examples share the array.
+
+        The bool of the bias has no meaning, because the first axis of the bias is not the batch. No
+        kernel reads it.
+        """
         return jax.tree.map(lambda x: x.shape[0] == 1, self)
 
 

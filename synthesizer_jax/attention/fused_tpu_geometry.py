@@ -48,6 +48,11 @@ def choose_tile_rows(rows: int, columns: int) -> int:
 
     A tile has all rows if they fit into `MAX_TILE` logits. Otherwise the number of rows is the
     largest multiple of `LANES` that fits, but at least `LANES` and at most `rows`.
+
+    The last tile may reach beyond the last row of the matrix. A program reads undefined numbers
+    there, and results that it writes there are dropped. Most results of a program depend on one row
+    of the tile only, so the undefined numbers do not reach the real rows. Only `tpu.sum_diagonals`
+    adds up several rows of such a tile, and it leaves out the rows beyond the last row.
     """
     columns = max(columns, LANES)  # a row takes at least one whole register
     if rows * columns <= MAX_TILE:

@@ -235,7 +235,8 @@ class Mask:
 
         # An array that only masks keys is stored in `key_valid`, because more routes support
         # `key_valid` than `allowed`. All queries are real, so `query_valid` has a single entry,
-        # True, which applies to all queries.
+        # True, which applies to all queries. Without `query_valid`, `for_self_attention` would
+        # treat masked keys as padding queries.
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)

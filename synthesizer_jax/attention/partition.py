@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ from synthesizer_jax.base.typing import PyTree
 Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 
-Axes = tuple[str, ...] | None
+MeshAxes: TypeAlias = tuple[str, ...] | None
+"""The names of the mesh axes that divide an axis of an array, or None if it is not divided."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +101,14 @@ class Partition:
         def inside(call: Call) -> jax.Array:
             """Runs the route on the part of the call that belongs to one device."""
             if isinstance(offset, int):
-                # Inside of `jax.shard_map`, the offset is traced. Kernels need a Python number, so
-                # the original offset is restored.
+                # Inside of `jax.shard_map`, the offset is traced unless it is 0. Kernels need a
+                # Python number, so the original offset is restored.
                 mask = dataclasses.replace(call.mask, query_offset=offset)
                 call = dataclasses.replace(call, mask=mask)
             return route(self._own_queries(call) if divides_queries else call)
 
         queries = self.sequence if divides_queries else None
-        names: dict[str | None, Axes] = {"b": self.batch, "h": self.heads, "q": queries}
+        names: dict[str | None, MeshAxes] = {"b": self.batch, "h": self.heads, "q": queries}
 
         def term_spec(a: TermArray) -> PartitionSpec:
             """Returns how an array of a term is divided over the mesh.
@@ -115,7 +116,7 @@ class Partition:
             If an axis of examples or queries has size 1, the axis is not divided, because all
             devices share its entry.
             """
-            entries: list[Axes] = []
+            entries: list[MeshAxes] = []
             for axis, size in zip(a.axes, a.x.shape, strict=True):
                 is_shared = axis in ("b", "q") and size == 1
                 entries.append(None if is_shared else names.get(axis))
@@ -125,14 +126,14 @@ class Partition:
         # queries.
         specs: PyTree = {
             "terms": map_arrays(term_spec, call.terms),
-            "values": self._spec(call.values),
+            "values": self._values_spec(call.values),
             "mask": self._mask_spec(call.mask, queries),
             "sinks": None if call.sinks is None else PartitionSpec(self.heads),
         }
         sharded = jax.shard_map(
             inside,
             in_specs=(dataclasses.replace(call, **specs),),
-            out_specs=self._spec(call.values, queries),
+            out_specs=self._values_spec(call.values, queries),
             axis_names=self.axis_names,
         )
         out: jax.Array = jax.jit(sharded, inline=True)(call)
@@ -257,7 +258,7 @@ class Partition:
         terms = tuple(map(cut, call.terms))
         return dataclasses.replace(call, terms=terms, mask=mask, q_length=count)
 
-    def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
+    def _values_spec(self, x: jax.Array, length: MeshAxes = None) -> PartitionSpec:
         """Returns the sharding of an array ``[b, n, h, e]``.
 
         Args:
@@ -266,7 +267,7 @@ class Partition:
         """
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, length, self.heads)
 
-    def _mask_spec(self, mask: Mask, queries: Axes) -> Mask:
+    def _mask_spec(self, mask: Mask, queries: MeshAxes) -> Mask:
         """Returns the sharding of the arrays of a mask, as a mask of `PartitionSpec`."""
         allowed = None
         if mask.allowed is not None:

@@ -404,7 +404,8 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     chosen = implementation
     if implementation == "auto":
         # The banded route is the cheapest, followed by the static route. The number of logits
-        # decides between the fused and the reference route.
+        # decides between the fused and the reference route. Both of them run on unpacked rows if
+        # terms are looked up by the position in a segment; see below.
         q, k = lengths if lengths and positional else (call.q_length, call.k_length)
         by_size = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
         chosen = next(r for r in ("banded", "static", *by_size) if r not in obstacles)
@@ -417,6 +418,11 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
     # The fused route can look up positions inside packed rows, tile by tile. Unpacking avoids the
     # lookups, and is faster. The static route runs only on unpacked examples.
     unpack = lengths is not None and (positional or chosen == "static")
+
+    # A caller who asks for the reference route wants the plain definition of attention, for example
+    # to test the other routes, including `attend_unpacked`. The packed rows are therefore kept, and
+    # positions are looked up in them. If "auto" falls back to the reference route, the caller only
+    # wants a fast result, so the rows are unpacked as for the other routes.
     return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
 

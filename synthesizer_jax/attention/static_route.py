@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +201,7 @@ def _attend_static_fwd(
             return None
         from synthesizer_jax.attention import static_tpu
 
+        # If the offset were an array, `_kernel_obstacle` would have returned an obstacle.
         return functools.partial(
             static_tpu.forward, q_length, options.query_offset, same_keys=same_keys
         )
@@ -244,14 +245,21 @@ def _attend_static_bwd(
 ) -> FusedInputs:
     """Returns the cotangents of the inputs, with the implementation that computed the output."""
 
-    def run_matmuls(inverse_row_sum: jax.Array | None, delta: jax.Array | None) -> FusedInputs:
+    def run_matmuls(delta: jax.Array | None, inverse_row_sum: jax.Array | None) -> FusedInputs:
         """Computes the cotangents with matrix products, or with kernels on TPUs."""
 
         def matmuls(
-            inputs: FusedInputs, _: jax.Array, *rest: Any, parallel: bool = True
+            inputs: FusedInputs,
+            out: jax.Array,
+            delta: jax.Array | None,
+            inverse_row_sum: jax.Array | None,
+            dout: jax.Array,
+            *,
+            parallel: bool = True,
         ) -> FusedInputs:
-            """Computes the cotangents with matrix products, which do not read the output."""
-            return _matmul_bwd(inputs, *rest, parallel=parallel)
+            """Computes the cotangents with matrix products."""
+            del out  # the matrix products read `delta`, which was computed from the output
+            return _matmul_bwd(inputs, delta, inverse_row_sum, dout, parallel=parallel)
 
         shapes = shapes_of_inputs(options, inputs)
 
@@ -262,10 +270,15 @@ def _attend_static_bwd(
             from synthesizer_jax.attention import static_tpu
 
             def kernel(
-                inputs: FusedInputs, out: jax.Array, _: jax.Array, *rest: Any
+                inputs: FusedInputs,
+                out: jax.Array,
+                delta: jax.Array | None,
+                inverse_row_sum: jax.Array | None,
+                dout: jax.Array,
             ) -> FusedInputs:
-                """Computes the cotangents. The kernel computes delta from the output."""
-                return static_tpu.backward(options.query_offset, inputs, out, *rest)
+                """Computes the cotangents with kernels."""
+                del delta  # the kernel computes delta from the output
+                return static_tpu.backward(options.query_offset, inputs, out, inverse_row_sum, dout)
 
             return kernel
 
@@ -295,7 +308,7 @@ def _attend_static_bwd(
         return fused_backward(options, inputs, SoftmaxStats(*rows), delta, dout)
 
     cotangents: FusedInputs = lax.cond(
-        _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum, delta), run_loop
+        _all_when_mapped(is_exact), lambda: run_matmuls(delta, inverse_row_sum), run_loop
     )
     return cotangents
 

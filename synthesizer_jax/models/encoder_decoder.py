@@ -122,6 +122,8 @@ class EncoderDecoder(TextToText, kw_only=True):
                 "already says which tokens are visible. Leave one of the two out."
             )
         else:
+            # `Mask.packed` takes the segment number of each token. Its argument `segments` is an
+            # upper bound on the number of segments in a row.
             packed = functools.partial(Mask.packed, segments=rows.max_segments)
             inputs, targets = rows.segments
             mask = packed(inputs)
@@ -214,5 +216,6 @@ class EncoderDecoder(TextToText, kw_only=True):
     def _memory_mask(self, tokens: jax.Array, mask: Mask | None) -> Mask:
         """Converts the encoder's mask to the mask of cross-attention to tokens ``[batch, k]``."""
         if mask is None:
+            # `encode` has moved the padding to the end of each row.
             return Mask(key_lengths=num_real_tokens(tokens, self.ids.padding))
         return Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid)

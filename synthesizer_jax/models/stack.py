@@ -279,6 +279,8 @@ class Stack(nn.Module):
                 "Stack: scanned layers cannot decode. Build the model with scan=False, or convert "
                 "it with models.unroll."
             )
+        # The type of the blocks may be the rematerialized `Block`, so the blocks are built from the
+        # fields of their configurations instead of being copied.
         block = self._block_type()
         configs = [run.block for run in self.runs for _ in range(run.repeats)]
         return [

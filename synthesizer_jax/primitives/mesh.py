@@ -104,6 +104,8 @@ def on_any_mesh(function: Function) -> Function:
     directly.
     """
 
+    # `functools.wraps` also copies the attribute `compact`, with which `nn.compact` marks a method.
+    # Flax therefore treats the wrapper as compact if `on_any_mesh` is above `nn.compact`.
     @functools.wraps(function)
     def wrapped(owner: PyTree, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
         """Calls the function directly, or with automatic axes if the mesh axes are explicit."""
@@ -197,4 +199,6 @@ def _lift_to_auto_mode(
         call = in_auto_mode(apply, lambda result: jax.tree.map(spec_of, result))
         return call(variables, rngs, *args)
 
+    # The three filters `(True,)` select all variables to pass in, all variables to return, and all
+    # random streams, each as a single group.
     return lift.pack(apply_packed, (True,), (True,), (True,), name="on_any_mesh")(scope, *args)
