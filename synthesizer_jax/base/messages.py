@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, TypeVar
 
-Phase: TypeAlias = Callable[[str, int], Callable[[int], object]]
+T = TypeVar("T")
+
+Phase: TypeAlias = Callable[[str, int | None], Callable[[int], object]]
 """A function that reports the progress of long work.
 
 A `Phase` is called at the beginning of each phase of the work, with the title and the number of
-items of the phase. The returned function is called repeatedly, each time with the number of items
-that were completed since the previous call.
+items of the phase. The number is `None` if it is not known. The returned function is called
+repeatedly, each time with the number of items that were completed since the previous call.
 """
 
 
-def silent_phase(_: str, __: int) -> Callable[[int], None]:
+def silent_phase(_: str, __: int | None) -> Callable[[int], None]:
     """Implements `Phase` without reporting anything."""
     return lambda _: None
+
+
+def report_items(items: Iterable[T], advance: Callable[[int], object]) -> Iterator[T]:
+    """Yields items, and reports how many of them the caller has processed.
+
+    Only every thousandth item is reported, because reporting may take longer than processing.
+
+    Args:
+      items: the items of a phase.
+      advance: the function that a `Phase` has returned.
+    """
+    count = 0
+    for item in items:
+        yield item
+        count += 1
+        if count == 1000:
+            advance(count)
+            count = 0
+    advance(count)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

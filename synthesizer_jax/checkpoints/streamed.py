@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from jax.typing import ArrayLike, DTypeLike
 
 from synthesizer_jax.base.files import absolute
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Contents
@@ -92,7 +93,9 @@ def aligned_empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
+def save_streamed(
+    directory: pathlib.Path, step: int, tree: PyTree, *, phase: Phase = silent_phase
+) -> None:
     """Saves a state as a checkpoint, with only one array in memory at a time.
 
     The checkpoint has the same format as the checkpoints of `Checkpoints.save`, but it contains no
@@ -103,8 +106,10 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
       directory: the ``checkpoints`` directory of a run.
       step: the step of the checkpoint.
       tree: the state, as nested dictionaries of `Unread`.
+      phase: a function that reports progress.
     """
-    arrays = _Handler()
+    count = len(jax.tree.leaves(tree))
+    arrays = _Handler(phase(f"writing a checkpoint of {count:,} arrays", count))
     registry = ocp.type_handlers.create_type_handler_registry(
         (Unread, arrays), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
@@ -128,12 +133,16 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 class _Handler(ocp.type_handlers.NumpyHandler):
     """Orbax's handler of NumPy arrays, changed to have only one array in memory at a time.
 
+    Args:
+      advance: a function that is called with the number 1 after every array, to report progress.
+
     Attributes:
       checksums: the checksums of the arrays by path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, advance: Callable[[int], object]) -> None:
         super().__init__(deepcopy_host_arrays=False)
+        self._advance = advance
         self.checksums: dict[str, int] = {}
 
     async def serialize(
@@ -153,4 +162,5 @@ class _Handler(ocp.type_handlers.NumpyHandler):
             (self.checksums[info.name.replace(".", "/")],) = checksums.checksums(array).values()
             (written,) = await super().serialize([array], [info], [arg])
             written.result()  # wait, so that only one array is in memory
+            self._advance(1)
         return []

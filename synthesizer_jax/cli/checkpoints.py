@@ -54,6 +54,7 @@ def convert(
     from synthesizer_jax.pretrained.convert import convert_checkpoint
     from synthesizer_jax.pretrained.huggingface.tokenizer import named_vocabulary
     from synthesizer_jax.runs import code
+    from synthesizer_jax.runs.progress import show_phases
 
     if extra_ids is not None and vocabulary is None:
         raise ValueError(
@@ -66,15 +67,17 @@ def convert(
         )
     code.load_user_code(imports or ())
     named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)
-    params = convert_checkpoint(
-        source,
-        directory,
-        revision=revision,
-        vocabulary=named,
-        encoder=encoder,
-        decoder=decoder,
-        max_length=max_length or 512,
-    )
+    with show_phases() as phase:
+        params = convert_checkpoint(
+            source,
+            directory,
+            revision=revision,
+            vocabulary=named,
+            encoder=encoder,
+            decoder=decoder,
+            max_length=max_length or 512,
+            phase=phase,
+        )
     typer.echo(f"{directory} holds {num_elements(params):,} parameters of {source}")
     typer.echo(f'next: synthesizer-jax generate --workdir {directory} "INPUT"')
 
@@ -121,17 +124,20 @@ def export(
     """
     from synthesizer_jax.pretrained.export import export_run
     from synthesizer_jax.runs import code
+    from synthesizer_jax.runs.progress import show_phases
 
     code.load_user_code(imports or ())
-    export_run(
-        run,
-        directory,
-        to=to,
-        dtype=dtype,
-        inputs_length=inputs_length,
-        max_length=max_length,
-        beams=beams,
-    )
+    with show_phases() as phase:
+        export_run(
+            run,
+            directory,
+            to=to,
+            dtype=dtype,
+            inputs_length=inputs_length,
+            max_length=max_length,
+            beams=beams,
+            phase=phase,
+        )
     typer.echo(f"{directory} holds the {'adapters' if to == 'peft' else 'model'} of {run}")
 
 
@@ -159,8 +165,10 @@ def average(
       last: the number of newest checkpoints to average. The default is all checkpoints of the run.
     """
     from synthesizer_jax.runs import code
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.training.checkpoint_average import average_checkpoints
 
     code.load_user_code(imports or ())
-    steps = average_checkpoints(run, directory, last=last)
+    with show_phases() as phase:
+        steps = average_checkpoints(run, directory, last=last, phase=phase)
     typer.echo(f"{directory} holds the mean of the steps {', '.join(map(str, steps))} of {run}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import pathlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.base.messages import did_you_mean, end_sentence
+from synthesizer_jax.base.messages import Phase, did_you_mean, end_sentence
 from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
@@ -52,6 +53,19 @@ def _open_directory(
     code.load_user_code(imports or ())
     task_registry.add_imported(directory)
     return directory
+
+
+@contextlib.contextmanager
+def _show_phases() -> Iterator[Phase]:
+    """Context manager that shows the phases of a command. The first phase loads TensorFlow."""
+    from synthesizer_jax.preparation.rows import import_tensorflow
+    from synthesizer_jax.runs.progress import show_phases
+
+    with show_phases() as phase:
+        advance = phase("loading TensorFlow", 1)
+        import_tensorflow()
+        advance(1)
+        yield phase
 
 
 def _vocabulary(
@@ -170,7 +184,6 @@ def import_files(
     from synthesizer_jax.preparation.importers import corpora
     from synthesizer_jax.preparation.importers.archives import ARCHIVES, DATASETS
     from synthesizer_jax.preparation.importers.files import find_splits
-    from synthesizer_jax.preparation.rows import import_tensorflow
     from synthesizer_jax.tasks.task_registry import default_data_dir
 
     directory = data_dir or default_data_dir()
@@ -189,8 +202,8 @@ def import_files(
             words,
         )
         files = find_splits(source, columns=column_names)
-        import_tensorflow()
-        reports = file_tasks.import_files(task, files, directory, renew=renew)
+        with _show_phases() as phase:
+            reports = file_tasks.import_files(task, files, directory, renew=renew, phase=phase)
         if target:
             split = "" if "train" in files else f" --set data.split={min(files)}"
             hints.append(f"train with --set data.mixture={name}{split}")
@@ -201,8 +214,10 @@ def import_files(
         )
     elif benchmark in DATASETS:
         files = find_splits(source, columns=column_names)
-        import_tensorflow()
-        reports = corpora.import_dataset(benchmark, files, directory, labels=words, renew=renew)
+        with _show_phases() as phase:
+            reports = corpora.import_dataset(
+                benchmark, files, directory, labels=words, renew=renew, phase=phase
+            )
     elif benchmark not in ARCHIVES:
         importable = (MINE, *ARCHIVES, *DATASETS)
         hint = did_you_mean(benchmark, importable) or "."
@@ -216,8 +231,10 @@ def import_files(
             "directory with --from, and neither --labels nor --columns."
         )
     else:
-        import_tensorflow()
-        reports = corpora.import_archive(benchmark, storage_path(source[0]), directory, renew=renew)
+        with _show_phases() as phase:
+            reports = corpora.import_archive(
+                benchmark, storage_path(source[0]), directory, renew=renew, phase=phase
+            )
     lines = [*corpora.report_lines(reports), *hints, f"data sets are in {directory}"]
     typer.echo("\n".join(lines))
 
@@ -369,12 +386,14 @@ def show_task(
     from synthesizer_jax.data.examples import SIDES
     from synthesizer_jax.preparation import task_contents
 
-    directory = _open_directory(data_dir, imports)
     built = _vocabulary(vocabulary).build()
-    read = task_contents.read_rows(
-        task, split, built, data_dir=directory, count=max(rows, examples)
-    )
-    measured = list(read)
+    with _show_phases() as phase:
+        directory = _open_directory(data_dir, imports)
+        read = task_contents.read_rows(
+            task, split, built, data_dir=directory, count=max(rows, examples), phase=phase
+        )
+        measured = list(read)
+
     for row in measured[:rows]:
         for side in SIDES:
             if side not in row:
@@ -411,12 +430,14 @@ def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = No
     """
     from synthesizer_jax.preparation import task_contents
 
-    directory = _open_directory(data_dir, imports)
-    checks = [
-        check
-        for name in _members(mixture, directory)
-        for check in task_contents.check_splits(name, directory)
-    ]
+    with _show_phases() as phase:
+        directory = _open_directory(data_dir, imports)
+        checks = [
+            check
+            for name in _members(mixture, directory)
+            for check in task_contents.check_splits(name, directory, phase=phase)
+        ]
+
     rows = []
     for check in checks:
         published = "not known" if check.published is None else f"{check.published:,}"
@@ -455,17 +476,22 @@ def train_vocabulary(
     from synthesizer_jax.data.vocabularies import train_sentencepiece
     from synthesizer_jax.preparation.task_contents import read_rows, text_of
 
-    directory = _open_directory(data_dir, imports)
-    members = _members(mixture, directory, "train")
     # Use the vocabulary of bytes. Only the texts of the rows are used, so any vocabulary will do
     # here.
     codec = Bytes().build()
-    rows = itertools.chain.from_iterable(
-        read_rows(name, "train", codec, data_dir=directory, count=examples) for name in members
-    )
-    texts = [text_of(row, side, codec) for row in rows for side in SIDES]
-    texts = [text for text in texts if text]
-    train_sentencepiece(texts, output, vocab_size=size)
+    with _show_phases() as phase:
+        directory = _open_directory(data_dir, imports)
+        members = _members(mixture, directory, "train")
+        rows = itertools.chain.from_iterable(
+            read_rows(name, "train", codec, data_dir=directory, count=examples, phase=phase)
+            for name in members
+        )
+        texts = [text_of(row, side, codec) for row in rows for side in SIDES]
+        texts = [text for text in texts if text]
+
+        advance = phase(f"training a vocabulary of {size:,} pieces", 1)
+        train_sentencepiece(texts, output, vocab_size=size)
+        advance(1)
     typer.echo(f"{output}: {size:,} pieces from {len(texts):,} texts of {', '.join(members)}")
 
 

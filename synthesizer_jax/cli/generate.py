@@ -96,6 +96,7 @@ def generate(
     """
     from synthesizer_jax.evaluation.prediction import Predictor
     from synthesizer_jax.models import Encoder
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.runs.saved import is_run, open_vocabulary
 
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
@@ -141,9 +142,14 @@ def generate(
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     decoding = run.experiment.evaluation.decoding(max_length or data.targets_length, **given)
 
+    with show_phases() as phase:
+        advance = phase("reading a checkpoint", 1)
+        _, variables = run.restore(step)
+        advance(1)
+
     predictor = Predictor(
         model,
-        run.restore(step)[1],
+        variables,
         open_vocabulary(run.experiment.vocabulary, workdir, model=model),
         inputs_length=data.inputs_length,
         row_length=data.targets_length,
@@ -159,8 +165,12 @@ def generate(
         rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
 
+    with show_phases() as phase:
+        predictor.advance = phase(f"generating texts for {len(inputs):,} inputs", len(inputs))
+        generated = predictor.generate_texts(inputs)
+
     written = []
-    for answer, score in itertools.chain.from_iterable(predictor.generate_texts(inputs)):
+    for answer, score in itertools.chain.from_iterable(generated):
         line = " ".join(answer.splitlines())  # print each text in a single line
         written.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
     if output_file is None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 import typer
 
@@ -129,7 +130,7 @@ def run() -> None:
     # the traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", handlers=[_StandardErrorHandler()])
     sys.unraisablehook = _report_unraisable
     enable_compilation_cache()
     # Turn SIGTERM into an exception, as Python does for Ctrl-C, so that incomplete output is
@@ -153,6 +154,19 @@ def run() -> None:
 
             processes.exit_process(code)
         sys.exit(code)
+
+
+class _StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Prints log messages to standard error.
+
+    A progress bar replaces `sys.stderr` while it is shown, so that what is printed does not run
+    into the bar. The handler therefore looks up `sys.stderr` for every message.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a log message."""
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def _report_unraisable(raised: sys.UnraisableHookArgs) -> None:

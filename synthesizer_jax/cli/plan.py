@@ -149,6 +149,7 @@ def plan(
     import jax
 
     from synthesizer_jax.costs import chips
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.training.plan import UTILIZATION, advise, make_plan
 
     chosen = chips.parse_topology(topology, slices)
@@ -162,7 +163,10 @@ def plan(
         experiment = override(experiment_of(pathlib.Path(recipe)), *(overrides or ()))
     else:
         experiment = load_recipe(recipe, overrides or (), imports=imports or ())
-    memory_plan = make_plan(experiment, chosen)
+    with show_phases() as phase:
+        advance = phase("tracing a training step", 1)
+        memory_plan = make_plan(experiment, chosen)
+        advance(1)
     _print_plan(memory_plan)
     steps = experiment.training.steps
     typer.echo(
@@ -172,7 +176,8 @@ def plan(
     )
     if compiled:
         _print_compiled(experiment, memory_plan)
-    options = advise(experiment, chosen)
+    with show_phases() as phase:
+        options = advise(experiment, chosen, phase=phase)
     if not options:
         typer.echo("\nNothing fits. Use more chips, a smaller batch or training.micro_batches.")
         return
@@ -205,10 +210,14 @@ def _print_plan(plan: MemoryPlan) -> None:
 
 def _print_compiled(experiment: Experiment, plan: MemoryPlan) -> None:
     """Compiles the training step, and prints the memory that the compiler reports in GiB."""
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.training.plan import TooLargeError, compile_step
 
     try:
-        memory = compile_step(experiment, plan.topology).memory_analysis()
+        with show_phases() as phase:
+            advance = phase(f"compiling a training step for {plan.topology.name}", 1)
+            memory = compile_step(experiment, plan.topology).memory_analysis()
+            advance(1)
     except TooLargeError as error:
         typer.echo(f"\n{error}")
         return

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epy
 
 from synthesizer_jax.base.files import write_atomic
-from synthesizer_jax.base.messages import did_you_mean, end_sentence
+from synthesizer_jax.base.messages import Phase, did_you_mean, end_sentence, silent_phase
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.corpora import SplitReport
 from synthesizer_jax.preparation.importers.files import SplitFiles
@@ -203,7 +203,12 @@ class FileTask:
 
 
 def import_files(
-    task: FileTask, splits: Mapping[str, SplitFiles], data_dir: pathlib.Path, *, renew: bool = False
+    task: FileTask,
+    splits: Mapping[str, SplitFiles],
+    data_dir: pathlib.Path,
+    *,
+    renew: bool = False,
+    phase: Phase = silent_phase,
 ) -> list[SplitReport]:
     """Writes the data set and the definition of a task. If there is an error, nothing is written.
 
@@ -213,6 +218,7 @@ def import_files(
       data_dir: a TFDS data directory.
       renew: whether to replace an imported task of the same name. If `renew` is `False`, the splits
         are added to the existing task.
+      phase: a function that reports progress.
 
     Returns:
       A report for every split.
@@ -232,7 +238,7 @@ def import_files(
 
     def rows(report: SplitReport) -> Iterator[Row]:
         convert = functools.partial(_format_row, task, report)
-        return report.convert(splits[report.split].rows(), cursor, convert)
+        return report.convert(splits[report.split].rows(), cursor, convert, phase=phase)
 
     with staging(data_dir, renew=renew) as folder:
         text = tfds.features.Text()

@@ -7,6 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 
+from synthesizer_jax.base.messages import Phase, report_items, silent_phase
 from synthesizer_jax.data.examples import SIDES
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
@@ -23,6 +24,7 @@ def read_rows(
     *,
     data_dir: pathlib.Path,
     count: int | None = None,
+    phase: Phase = silent_phase,
 ) -> Iterator[Example]:
     """Yields the preprocessed rows of a task in stored order, without truncating them.
 
@@ -32,6 +34,7 @@ def read_rows(
       vocabulary: the vocabulary of the tokens.
       data_dir: the data directory.
       count: the largest number of rows to read, or `None` for all rows.
+      phase: a function that reports progress.
 
     Raises:
       FileNotFoundError: if the split is not in `data_dir`.
@@ -49,13 +52,16 @@ def read_rows(
             f"{', '.join(splits)}. Choose another split with --split, or add this one "
             "with 'synthesizer-jax data import'."
         )
+    # The number of stored rows may not be known.
+    known = [n for n in (count, splits[split]) if n is not None]
+    advance = phase(f"reading {name}, {split}", min(known, default=None))
     with reading_errors(f"The split {split!r} of the task {name}"):
         rows = (
             {side: ids for side, ids in zip(SIDES, tokens[i], strict=True) if len(ids)} | row
             for tokens, rows in read_task(task, split, PreparedTasks(data_dir, vocabulary))
             for i, row in enumerate(rows)
         )
-        yield from itertools.islice(rows, count)
+        yield from report_items(itertools.islice(rows, count), advance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +94,18 @@ class SplitCheck:
         return self.rows == self.published
 
 
-def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
+def check_splits(
+    name: str, data_dir: pathlib.Path, *, phase: Phase = silent_phase
+) -> list[SplitCheck]:
     """Compares a task's splits with their published sizes, and with each other.
 
     The function reads all rows of the splits. To save memory, the function compares only the hashes
     of rows.
+
+    Args:
+      name: the name of the task.
+      data_dir: the data directory.
+      phase: a function that reports progress.
     """
     vocabulary = Bytes().build()
     task = task_registry.find_task(name)
@@ -105,7 +118,7 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
         whole: set[int] = set()
         inputs: set[int] = set()
         repeated = 0
-        for row in read_rows(name, split, vocabulary, data_dir=data_dir):
+        for row in read_rows(name, split, vocabulary, data_dir=data_dir, phase=phase):
             texts = [text_of(row, feature, vocabulary) for feature in SIDES]
             digest = hash("\0".join(texts))
             repeated += digest in whole

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from synthesizer_jax.base.files import new_directory
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import AUTO, PyTree
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
@@ -36,6 +37,7 @@ def convert_checkpoint(
     encoder: str | None = None,
     decoder: str | None = None,
     max_length: int = 512,
+    phase: Phase = silent_phase,
 ) -> PyTree:
     """Writes a run directory with the parameters of another library's checkpoint, at step 0.
 
@@ -58,13 +60,16 @@ def convert_checkpoint(
         as the old model; see `start_as`. `None` keeps the model's alignments.
       decoder: the name of a variant for the decoder's self-attention; see `encoder`.
       max_length: the number of positions in the tables of new alignments.
+      phase: a function that reports progress.
 
     Returns:
       The parameters as nested dictionaries of `Unread`, which contain the shapes of the parameters.
     """
     with (
         new_directory(directory) as staging,
-        open_pretrained(source, revision=revision, vocabulary=vocabulary) as pretrained,
+        open_pretrained(
+            source, revision=revision, vocabulary=vocabulary, phase=phase
+        ) as pretrained,
     ):
         experiment = _experiment(pretrained, source, vocabulary)
         params = pretrained.params
@@ -87,7 +92,7 @@ def convert_checkpoint(
             code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
         step = Unread.of(np.int32(0))
         state = {"step": step, "params": params, "constants": {}, "opt_state": {}}
-        save_streamed(staging / "checkpoints", 0, state)
+        save_streamed(staging / "checkpoints", 0, state, phase=phase)
     return params
 
 

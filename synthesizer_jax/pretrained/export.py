@@ -8,6 +8,7 @@ import pathlib
 import jax
 
 from synthesizer_jax.base.files import new_directory
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import JSON, replace, to_json
 from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.models import unroll, unroll_variables
@@ -44,6 +45,7 @@ def export_run(
     inputs_length: int | None = None,
     max_length: int | None = None,
     beams: int = 1,
+    phase: Phase = silent_phase,
 ) -> None:
     """Writes the model of a run in a format of another library.
 
@@ -70,6 +72,7 @@ def export_run(
         of the lengths above.
       beams: the number of beams with which the StableHLO programs decode. With 1 beam, decoding is
         greedy.
+      phase: a function that reports progress.
 
     Raises:
       ValueError: if the format does not exist, does not support the model, or does not support a
@@ -88,25 +91,34 @@ def export_run(
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment.vocabulary, source, model=experiment.model)
     if to == PEFT:
-        _export_adapters(experiment, source, directory, step=chosen)
+        _export_adapters(experiment, source, directory, step=chosen, phase=phase)
         return
     with new_directory(directory) as staging:
+        advance = phase(f"reading {run}", 1)
         step, saved = restore_run(source, step=chosen)
+        advance(1)
         model: TokenModel = unroll(experiment.model)
         variables = unroll_variables(experiment.model, saved)
         if to == HUGGING_FACE:
             results = evaluation_folder(source, step) / RESULTS_FILE
             metrics = read_json(results) if results.is_file() else None
             card = model_card(experiment, step, metrics)
-            write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
+            write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card, phase=phase)
         elif to == STABLEHLO:
             limits = _limits(experiment, inputs_length, max_length, beams)
             continues = not experiment.data.inputs_length
             write_directory(
-                staging, model, variables, vocabulary, limits=limits, continues=continues
+                staging,
+                model,
+                variables,
+                vocabulary,
+                limits=limits,
+                continues=continues,
+                phase=phase,
             )
         else:
-            write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
+            scanned = to == SCANNED_T5X
+            write_checkpoint(staging, model, variables, step=step, scanned=scanned, phase=phase)
 
 
 def _limits(
@@ -124,7 +136,12 @@ def _limits(
 
 
 def _export_adapters(
-    experiment: Experiment, source: pathlib.Path, directory: pathlib.Path, *, step: int | None
+    experiment: Experiment,
+    source: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    step: int | None,
+    phase: Phase,
 ) -> None:
     """Writes the run's adapters as a folder of PEFT; see `write_adapters`."""
     model = experiment.model
@@ -135,8 +152,10 @@ def _export_adapters(
             f"the model with --to {HUGGING_FACE}."
         )
     with new_directory(directory) as staging:
+        advance = phase(f"exporting the adapters of {source}", 1)
         _, trained = restore_trained(source, experiment.trainable, step=step)
         write_adapters(staging, adapted, unroll_variables(model, trained))
+        advance(1)
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import Mesh
 
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.typing import Dtype, PyTree
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
@@ -48,6 +49,7 @@ def open_pretrained(
     vocabulary: Bytes | SentencePiece | None = None,
     compare: bool = True,
     encoder_only: bool = False,
+    phase: Phase = silent_phase,
 ) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run.
 
@@ -64,6 +66,8 @@ def open_pretrained(
         the tokenizer is not read.
       compare: see `open_folder`.
       encoder_only: see `open_folder`.
+      phase: a function that reports progress. Downloads are not reported, because
+        ``huggingface_hub`` shows its own progress bars.
 
     Raises:
       FileNotFoundError: if there is no checkpoint.
@@ -82,7 +86,11 @@ def open_pretrained(
         )
     if is_adapter(source):
         with open_pretrained(
-            base_of(source), vocabulary=vocabulary, compare=compare, encoder_only=encoder_only
+            base_of(source),
+            vocabulary=vocabulary,
+            compare=compare,
+            encoder_only=encoder_only,
+            phase=phase,
         ) as pretrained:
             base = pretrained.origin
             yield with_adapters(source, pretrained)._replace(origin=f"{origin}, adapters of {base}")
@@ -93,11 +101,16 @@ def open_pretrained(
             f"encoder_only=True is only for folders of transformers, and {source} is not such a "
             "folder. Leave it out, because the function encode runs only the encoder anyway."
         )
+    advance = phase(f"opening {origin}", 1)
     if is_run(source):
-        yield _open_run(source)._replace(origin=origin)
+        pretrained = _open_run(source)
+        advance(1)
+        yield pretrained._replace(origin=origin)
         return
     if is_of_t5x:
-        yield open_checkpoint(source)._replace(origin=origin)
+        pretrained = open_checkpoint(source)
+        advance(1)
+        yield pretrained._replace(origin=origin)
         return
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -112,6 +125,7 @@ def open_pretrained(
                 f"0 to {rows - 1}. Correct its config.json."
             )
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
+        advance(1)
         yield pretrained._replace(vocabulary=found, origin=origin)
 
 

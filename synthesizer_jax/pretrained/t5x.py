@@ -21,6 +21,7 @@ import numpy as np
 import tensorstore
 from flax import serialization, traverse_util
 
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
@@ -116,6 +117,7 @@ def write_checkpoint(
     *,
     step: int = 0,
     scanned: bool = False,
+    phase: Phase = silent_phase,
 ) -> None:
     """Writes the parameters as the msgpack file ``checkpoint`` of T5X.
 
@@ -127,6 +129,7 @@ def write_checkpoint(
       variables: the variables of the model.
       step: the training step to record.
       scanned: whether to stack the layers of each stack on axis 1, as T5X's scalable T5 does.
+      phase: a function that reports progress.
 
     Raises:
       ValueError: if T5X does not support the model. The message names the part of the model that
@@ -143,7 +146,8 @@ def write_checkpoint(
                 "so they would be read as another model. Use --to huggingface instead."
             )
 
-    arrays = dict(named_tensors(params, correspondences(model, t5x_name)))
+    arrays = dict(named_tensors(params, correspondences(model, t5x_name), phase=phase))
+    advance = phase(f"writing {CHECKPOINT}", 1)
     if scanned:
         arrays = _scanned(arrays)
     leaves = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
@@ -153,6 +157,7 @@ def write_checkpoint(
         {"version": 3, "optimizer": {"target": target, "state": state}}
     )
     (directory / CHECKPOINT).write_bytes(data)
+    advance(1)
 
 
 def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from flax import traverse_util
 from safetensors import SafetensorError
 
 from synthesizer_jax.base.files import describing
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.streamed import Part, Unread, aligned_empty
 from synthesizer_jax.models import unroll
@@ -262,12 +263,17 @@ def read_parameter(tensor: Tensor, parameter: Correspondence, part: Part = ()) -
 
 
 def named_tensors(
-    params: PyTree, parameters: Sequence[Correspondence]
+    params: PyTree, parameters: Sequence[Correspondence], *, phase: Phase = silent_phase
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and the array that each parameter has in another library.
 
-    `params` must be the parameters of a model with looped layers.
+    Args:
+      params: the parameters of a model with looped layers.
+      parameters: the names and layouts of the parameters in the other library.
+      phase: a function that reports progress.
     """
     ours = traverse_util.flatten_dict(params)
+    advance = phase(f"converting {len(parameters):,} arrays", len(parameters))
     for parameter in parameters:
         yield parameter.name, parameter.layout.from_ours(np.asarray(ours[parameter.path]))
+        advance(1)

@@ -101,7 +101,8 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
     """Context manager that shows the phases of a command on standard error.
 
     The context manager yields a `Phase`, which is a function that starts a new phase. The function
-    prints the title of the phase, and shows a progress bar if standard error is a terminal.
+    prints the title of the phase, and shows a progress bar if standard error is a terminal. Nothing
+    is shown before the first phase, so that a library can show a progress bar of its own.
 
     Args:
       visible: whether to show anything.
@@ -113,19 +114,24 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        # Rich would otherwise print to standard error what a script expects in standard output.
+        redirect_stdout=Console().file.isatty(),
         disable=not (visible and console.file.isatty()),
     )
 
-    def phase(title: str, total: int) -> Callable[[int], object]:
+    def phase(title: str, total: int | None) -> Callable[[int], object]:
         """Prints the title of a phase, and replaces the progress bar of the previous phase."""
         if visible:
             console.print(escape_controls(title))
         for task in bar.task_ids:
             bar.remove_task(task)
+        bar.start()
         return functools.partial(bar.advance, bar.add_task("", total=total))
 
-    with bar:
+    try:
         yield phase
+    finally:
+        bar.stop()
 
 
 def summary_lines(

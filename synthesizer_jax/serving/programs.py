@@ -19,6 +19,7 @@ from jax import export
 from jax.errors import ConcretizationTypeError, InconclusiveDimensionOperation
 from safetensors.numpy import save_file
 
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import check_types, fields_of, replace
 from synthesizer_jax.base.typing import Length, PyTree
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
@@ -64,6 +65,7 @@ def write_directory(
     *,
     limits: Limits,
     continues: bool = False,
+    phase: Phase = silent_phase,
 ) -> None:
     """Writes a model as StableHLO programs, with a loader that does not need this package.
 
@@ -83,6 +85,7 @@ def write_directory(
       vocabulary: the vocabulary of the model.
       limits: the largest lengths of inputs and targets, and the number of beams.
       continues: whether the programs continue texts; see `export_programs`.
+      phase: a function that reports progress.
 
     Raises:
       ValueError: the model has fewer positions than `limits` demands, cannot be exported, or has
@@ -106,13 +109,15 @@ def write_directory(
 
     if isinstance(vocabulary, SentencePiece):
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
-    programs, lengths = export_programs(model, parameters, limits, continues=continues)
+    programs, lengths = export_programs(model, parameters, limits, continues=continues, phase=phase)
+    advance = phase(f"writing {PARAMETERS}", 1)
     for name, program in programs.items():
         (directory / f"{name}.stablehlo").write_bytes(program.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
     # The safetensors library makes the file readable only for its owner.
     (directory / PARAMETERS).chmod(0o644)
+    advance(1)
 
     description = {
         "model": type(model).__name__,
@@ -140,6 +145,7 @@ def export_programs(
     limits: Limits,
     *,
     continues: bool = False,
+    phase: Phase = silent_phase,
 ) -> tuple[dict[str, export.Exported], str]:
     """Exports the programs of a model for all `PLATFORMS`.
 
@@ -166,6 +172,7 @@ def export_programs(
       continues: whether inputs are texts to continue, for a `LanguageModel` that was trained only
         on targets. If `continues` is True, the inputs have no EOS and are the beginning of the
         targets, and inputs and targets share the positions of the model.
+      phase: a function that reports progress.
 
     Returns:
       The programs by name, and the string ``"symbolic"`` or ``"fixed"``. ``"symbolic"`` means that
@@ -216,10 +223,13 @@ def export_programs(
 
     def export_all(*, symbolic: bool) -> dict[str, export.Exported]:
         """Returns all programs of the model, with symbolic lengths or with the largest lengths."""
-        return {
-            name: _export(program, parameters, longest, symbolic=symbolic)
-            for name, program in programs.items()
-        }
+        lengths = "all lengths" if symbolic else "the largest lengths"
+        advance = phase(f"exporting {', '.join(programs)} for {lengths}", len(programs))
+        exported = {}
+        for name, program in programs.items():
+            exported[name] = _export(program, parameters, longest, symbolic=symbolic)
+            advance(1)
+        return exported
 
     try:
         try:

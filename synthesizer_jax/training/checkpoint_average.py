@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from synthesizer_jax.base.files import new_directory
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
@@ -18,7 +19,11 @@ from synthesizer_jax.training.run_directory import load_experiment, save_run, wi
 
 
 def average_checkpoints(
-    source: pathlib.Path, directory: pathlib.Path, *, last: int | None = None
+    source: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    last: int | None = None,
+    phase: Phase = silent_phase,
 ) -> list[int]:
     """Writes a new run directory with the mean of the parameters of a run's newest checkpoints.
 
@@ -36,6 +41,7 @@ def average_checkpoints(
       source: the directory of the run.
       directory: the new directory.
       last: number of checkpoints to average, at least 2. None means all checkpoints.
+      phase: a function that reports progress.
 
     Returns:
       The steps of the averaged checkpoints.
@@ -58,6 +64,7 @@ def average_checkpoints(
     steps = saved if last is None else saved[-last:]
 
     with new_directory(directory) as staging:
+        advance = phase(f"averaging {len(steps):,} checkpoints", len(steps))
         mean: PyTree = None
         for count, step in enumerate(steps, 1):
             _, restored = restore_run(source, step=step)
@@ -67,6 +74,7 @@ def average_checkpoints(
                 mean = params
             else:
                 mean = jax.tree.map(functools.partial(_update_mean, count=count), mean, params)
+            advance(1)
 
         save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
@@ -78,7 +86,8 @@ def average_checkpoints(
         }
         # `save_streamed` returns only when everything is written. If an error removes the staging
         # directory, no background thread is still writing into it.
-        save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
+        unread = jax.tree.map(Unread.of, state)
+        save_streamed(staging / "checkpoints", steps[-1], unread, phase=phase)
     return steps
 
 

@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType
 
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.placement import with_shardings
@@ -335,7 +336,9 @@ def _num_bytes(counts: ArrayCounts) -> int:
     return sum(n * math.prod(shape) * dtype.itemsize for (shape, dtype), n in counts.items())
 
 
-def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
+def advise(
+    experiment: Experiment, topology: Topology, *, phase: Phase = silent_phase
+) -> list[tuple[Experiment, MemoryPlan]]:
     """Returns variants of an experiment that fit into a topology's memory, the cheapest first.
 
     `advise` tries the meshes of `candidate_meshes` in order. The first mesh uses data parallelism
@@ -343,12 +346,20 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
     divide the model's width. The last meshes add tensor parallelism over 2, 4 and 8 devices. For
     each mesh, `advise` tries the values of `REMATS` in order.
 
+    Args:
+      experiment: the experiment.
+      topology: the chips.
+      phase: a function that reports progress.
+
     Returns:
       A list with one entry for each mesh with which the experiment fits. The entry is the first
       variant that fits, and its plan.
     """
     variants = []
-    for mesh in candidate_meshes(topology, experiment.model.d_model):
+    meshes = candidate_meshes(topology, experiment.model.d_model)
+    total = len(meshes) * len(REMATS)
+    advance = phase(f"trying up to {total} settings of the mesh and of remat", total)
+    for mesh in meshes:
         for remat in REMATS:
             changed = replace(with_remat(experiment, remat), mesh=mesh)
             try:
@@ -357,6 +368,7 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
                 # The mesh cannot divide the batch or a parameter, and other values of `remat`
                 # cannot help.
                 break
+            advance(1)
             if plan.fits:
                 variants.append((changed, plan))
                 break

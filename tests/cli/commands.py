@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from click.testing import Result
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
@@ -19,9 +20,15 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def call(command: str, *words: object, code: int = 0) -> str:
-    """Runs a command, checks its exit code, and returns what it prints.
+    """Runs a command, checks its exit code, and returns everything that it prints; see `invoke`."""
+    return invoke(command, *words, code=code).output
 
-    Errors that the command line does not handle are raised.
+
+def invoke(command: str, *words: object, code: int = 0) -> Result:
+    """Runs a command, checks its exit code, and returns the result.
+
+    The result has what the command prints to standard output and to standard error, and both
+    together. Errors that the command line does not handle are raised.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     result = CliRunner().invoke(app, [*command.split(), *map(str, words)])
@@ -30,7 +37,7 @@ def call(command: str, *words: object, code: int = 0) -> str:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
-    return result.output
+    return result
 
 
 def start(command: str, environment: dict[str, str] | None = None, **options) -> subprocess.Popen:

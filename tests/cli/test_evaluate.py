@@ -6,6 +6,7 @@ The tests include result files, damaged checkpoints and lines of input text.
 import io
 import json
 import logging
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -207,7 +208,11 @@ TEXTS = ["a\u2028b", "the dog sleeps"]
 
 
 def say(place, options, *words):
-    return commands.call(f"generate --workdir {place / 'run'} {options}", *words)
+    result = commands.invoke(f"generate --workdir {place / 'run'} {options}", *words)
+    reading, generating = result.stderr.splitlines()
+    assert reading == "reading a checkpoint"
+    assert re.fullmatch(r"generating texts for \d inputs", generating)
+    return result.stdout
 
 
 def test_several_texts_and_their_scores(place):

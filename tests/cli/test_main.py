@@ -1,7 +1,11 @@
 """Tests exit codes, the command `doctor`, and the cache of compiled programs."""
 
+import contextlib
 import os
 import pathlib
+import pty
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -13,6 +17,15 @@ from synthesizer_jax.hosts.processes import print_line
 from synthesizer_jax.runs.progress import show_phases
 from tests.cli.commands import call
 from tests.environment import python
+
+PHASES = """
+from synthesizer_jax.runs.progress import show_phases
+with show_phases() as phase:
+    advance = phase("counting", None)
+    print("a result")
+    advance(2)
+    raise KeyboardInterrupt
+"""
 
 STUCK = """
 import sys, threading
@@ -50,6 +63,23 @@ def test_what_a_file_holds_cannot_fill_or_command_the_terminal(message, line, ca
     print_line(message)
     assert "\x1b" not in capfd.readouterr().err
     assert "SYNTHESIZER_JAX_TRACEBACK=1" in _one_line_message(RuntimeError("x"))
+
+
+def test_a_progress_bar_leaves_standard_output_alone_and_is_removed() -> None:
+    ours, theirs = pty.openpty()
+    terminal = {"stderr": theirs, "env": os.environ | {"TERM": "xterm"}}
+    ended = subprocess.run([sys.executable, "-c", PHASES], stdout=subprocess.PIPE, **terminal)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux raises an error at the end of a terminal
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert ended.stdout == b"a result\n"
+    assert shown.startswith(b"counting\r\n") and "━".encode() in shown
+    # At the end, the cursor is shown again, and the line of the bar is erased.
+    _, _, after = shown.rpartition("━".encode())
+    assert b"\x1b[?25h" in after and b"\x1b[2K" in after and b"KeyboardInterrupt" in after
 
 
 def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monkeypatch) -> None:

@@ -138,7 +138,7 @@ def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_
     remedy = "tensorflow is not installed. Run: pip install 'synthesizer_jax[data]'"
     assert code == 2 and prepared.count(remedy) == 1
     assert f"could not be prepared: {remedy}. The command" in prepared
-    assert other == (2, f"error: {remedy}\n")
+    assert other == (2, f"loading TensorFlow\nerror: {remedy}\n")
     assert not [*tmp_path.rglob("experiment.json"), *tmp_path.rglob("dataset_info.json")]
     extras = {"sklearn": "train", "tensorflow_text": "data", "tensorboardX": "train", "re": None}
     assert {module: _extra_of(f"{module}.part") for module in extras} == extras

@@ -34,7 +34,7 @@ from synthesizer_jax.tasks.postprocessors import UNKNOWN
 from synthesizer_jax.tasks.splits import SplitRequest, is_current, open_stream
 from synthesizer_jax.tasks.task import Task
 from synthesizer_jax.training.run import find_prepared, run
-from tests.cli.commands import call
+from tests.cli.commands import call, invoke
 from tests.environment import python
 from tests.evaluation import runs
 from tests.tasks.loading import BYTES, load, quiet
@@ -773,6 +773,16 @@ def test_sigterm_leaves_nothing(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     python("-c", TERMINATED, *words.split(), code=143, cwd=tmp_path, env=environment)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_import_shows_its_progress(tmp_path):
+    write(tmp_path, {"a.jsonl": JSON_LINES, "b.csv": CSV})
+    words = "data import mine --name x --input {text} --target {label}"
+    files = f"train={tmp_path}/a.jsonl,validation={tmp_path}/b.csv"
+    result = invoke(words, "--data-dir", tmp_path / "out", "--from", files)
+    phases = ["loading TensorFlow", "importing imported/x:train", "importing imported/x:validation"]
+    assert result.stderr.splitlines() == phases
+    assert result.stdout.startswith("imported/x:train ")
 
 
 def test_a_missing_split_is_reported_before_anything_is_prepared(tmp_path):

@@ -122,6 +122,24 @@ def imported(tmp_path_factory):
     return target, reports
 
 
+def test_an_import_reports_its_progress_in_rows(tmp_path):
+    counts = {}
+
+    def phase(title, total):
+        """Counts the rows of a split."""
+        counts[title] = [total, 0]
+
+        def advance(count):
+            counts[title][1] += count
+
+        return advance
+
+    source = place(tmp_path / "files", FILES["glue"])
+    import_archive("glue", source, tmp_path / "data", phase=phase)
+    assert counts["importing glue/ax:test"] == [1104, 1104]
+    assert counts["importing glue/cola:train"] == [8551, 2]  # the published rows, and these rows
+
+
 def test_every_layout_has_the_published_rows(imported):
     data_dir, _ = imported
     for (dataset, split), (names, rows) in ROWS.items():

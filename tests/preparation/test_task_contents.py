@@ -10,8 +10,25 @@ from synthesizer_jax.preparation import task_contents
 from synthesizer_jax.preparation.file_tasks import FileTask, Template, import_files
 from synthesizer_jax.preparation.importers.files import find_splits
 from synthesizer_jax.tasks import task_registry
+from tests.cli.commands import invoke
 
 BYTES = Bytes().build()
+
+
+def test_commands_that_read_rows_show_their_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
+    (tmp_path / "a.csv").write_text("x,y\n" + "".join(f"word{i} {i},{i}\n" for i in range(99)))
+    data_dir = tmp_path / "data"
+    splits = find_splits([f"train={tmp_path}/a.csv,test={tmp_path}/a.csv"])
+    import_files(FileTask("mine", Template("say {x}"), Template("{y}")), splits, data_dir)
+    start = ["loading TensorFlow", "reading mine, train"]
+    vocabulary = f"data vocabulary mine --size 40 --output {tmp_path}/spiece.model"
+    for command, phases in {
+        "data show mine": start,
+        "data check mine": [*start, "reading mine, test"],
+        vocabulary: [*start, "training a vocabulary of 40 pieces"],
+    }.items():
+        assert invoke(command, "--data-dir", data_dir).stderr.splitlines() == phases
 
 
 def test_rows_are_read_whole_and_splits_compared(tmp_path, monkeypatch):

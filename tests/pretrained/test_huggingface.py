@@ -22,7 +22,7 @@ from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface import export as exporting
 from synthesizer_jax.pretrained.opening import open_pretrained, read_params
-from tests.cli.commands import call
+from tests.cli.commands import call, invoke
 from tests.pretrained import folders
 from tests.pretrained.folders import FAMILIES, TINY, deviation, make_folder, make_tensors
 from tests.training.tiny import experiment, save
@@ -196,6 +196,25 @@ def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path
     with pytest.raises(ValueError, match=rf"alignment.* {for_others}"):
         export_run(directory, tmp_path / "exported")
     assert not (tmp_path / "random").exists() and not (tmp_path / "exported").exists()
+
+
+def test_convert_and_export_show_their_progress(tmp_path):
+    config = TINY | {"relative_attention_max_distance": 128}  # the distance that T5X assumes
+    tensors = make_tensors(config)
+    folder = make_folder(tmp_path / "source", config, tensors)
+    run = tmp_path / "run"
+    converted = invoke("convert", folder, run)
+    assert converted.stdout.startswith(f"{run} holds ")
+    # The checkpoint also contains the step.
+    assert converted.stderr.splitlines() == [
+        f"opening {folder}",
+        f"writing a checkpoint of {len(tensors) + 1} arrays",
+    ]
+    arrays = f"converting {len(tensors)} arrays"
+    for to, file in (("huggingface", "model.safetensors"), ("t5x", "checkpoint")):
+        exported = invoke("export", run, tmp_path / to, "--to", to)
+        assert exported.stdout == f"{tmp_path / to} holds the model of {run}\n"
+        assert exported.stderr.splitlines() == [f"reading {run}", arrays, f"writing {file}"]
 
 
 def test_the_command_line_converts_generates_plans_and_exports(tmp_path):

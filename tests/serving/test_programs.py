@@ -35,6 +35,7 @@ from synthesizer_jax.serving.programs import (
     export_programs,
     write_directory,
 )
+from tests.cli.commands import invoke
 from tests.conftest import snippets
 from tests.environment import python
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
@@ -332,7 +333,13 @@ def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="--inputs-length"):
         export_run(tmp_path / "run", tmp_path / "long", to="stablehlo", inputs_length=4096)
     assert not [p for p in tmp_path.iterdir() if "long" in p.name]
-    export_run(tmp_path / "run", tmp_path / "out", to="stablehlo", inputs_length=16, max_length=3)
+    options = "--to stablehlo --inputs-length 16 --max-length 3"
+    exported = invoke(f"export {options}", tmp_path / "run", tmp_path / "out")
+    assert exported.stderr.splitlines() == [
+        f"reading {tmp_path / 'run'}",
+        "exporting encode, score, generate for all lengths",
+        "writing parameters.safetensors",
+    ]
     model, variables, _ = load(tmp_path / "run")
     loaded = Model(tmp_path / "out")
     inputs = random_tokens(2, 9)

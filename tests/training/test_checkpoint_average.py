@@ -12,7 +12,7 @@ from synthesizer_jax.pretrained.loading import load
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment
-from tests.cli.commands import call
+from tests.cli.commands import call, invoke
 from tests.evaluation.runs import experiment, write_run
 from tests.training.tiny import close, damage
 
@@ -26,8 +26,10 @@ def source(tmp_path_factory):
 
 
 def test_an_average_is_the_mean_and_loads_like_a_run(source, tmp_path):
-    said = call("average", source, tmp_path / "mean", "--last", 2)
-    assert said == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
+    done = invoke("average", source, tmp_path / "mean", "--last", 2)
+    assert done.stdout == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
+    averaging, writing = done.stderr.splitlines()
+    assert averaging == "averaging 2 checkpoints" and writing.startswith("writing a checkpoint of ")
     params = [restore_variables(source / "checkpoints", step=step)[1]["params"] for step in (4, 6)]
     expected = jax.tree.map(
         lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params
@@ -54,8 +56,8 @@ def test_training_does_not_continue_in_the_directory_of_an_average(source, tmp_p
 
 
 def test_by_default_all_kept_checkpoints_are_averaged(source, tmp_path):
-    said = call("average", source, tmp_path / "mean")
-    assert said == f"{tmp_path / 'mean'} holds the mean of the steps 2, 4, 6 of {source}\n"
+    done = invoke("average", source, tmp_path / "mean")
+    assert done.stdout == f"{tmp_path / 'mean'} holds the mean of the steps 2, 4, 6 of {source}\n"
     write_run(tmp_path / "equal", experiment(), steps=(1, 2), value=0.1)
     average_checkpoints(tmp_path / "equal", tmp_path / "same")
     _, found = restore_variables(tmp_path / "same" / "checkpoints")

@@ -15,6 +15,7 @@ from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import plan
 from synthesizer_jax.training.trainer import Trainer
+from tests.cli.commands import invoke
 from tests.training.tiny import VOCAB, encoder
 from tests.training.tiny import experiment as make
 
@@ -134,6 +135,13 @@ def test_advice_fits_starts_with_the_cheapest_and_can_be_typed():
     huge = t5(Size(8192, 48, 65536, 64, 128), vocab_size=128, scan=True).encoder
     huge = replace(recipe, model=encoder().copy(encoder=huge, d_model=8192))
     assert plan.advise(huge, ONE) == []
+
+
+def test_a_plan_shows_its_progress():
+    result = invoke("plan quickstart --topology v5e:2x4")
+    assert result.stdout.startswith("v5e:2x4: 8 chips")
+    phases = ["tracing a training step", "trying up to 20 settings of the mesh and of remat"]
+    assert result.stderr.splitlines() == phases
 
 
 def test_parameters_are_shared_by_as_many_as_divide_the_width():

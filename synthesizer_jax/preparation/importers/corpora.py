@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epy
 
+from synthesizer_jax.base.messages import Phase, report_items, silent_phase
 from synthesizer_jax.base.registry import JSON
 from synthesizer_jax.preparation.importers.archives import ARCHIVES, read_split
 from synthesizer_jax.preparation.importers.files import SplitFiles
@@ -80,7 +81,12 @@ class SplitReport:
         return f"{self.dataset}:{self.split}"
 
     def convert(
-        self, rows: Iterable[tuple[str, Row | None]], cursor: Cursor, convert: Callable[[Row], Row]
+        self,
+        rows: Iterable[tuple[str, Row | None]],
+        cursor: Cursor,
+        convert: Callable[[Row], Row],
+        *,
+        phase: Phase = silent_phase,
     ) -> Iterator[Row]:
         """Converts and counts rows.
 
@@ -89,6 +95,7 @@ class SplitReport:
             out.
           cursor: remembers the location for errors.
           convert: a function that converts a row.
+          phase: a function that reports progress.
 
         Yields:
           The converted rows.
@@ -96,7 +103,8 @@ class SplitReport:
         Raises:
           ReadError: if there are no rows.
         """
-        for row in cursor.follow(rows):
+        advance = phase(f"importing {self.name}", self.published)
+        for row in report_items(cursor.follow(rows), advance):
             if row is None:
                 self.dropped += 1
                 continue
@@ -210,7 +218,12 @@ def _label(value: JSON, words: Sequence[str], labels: Mapping[str, str]) -> JSON
 
 
 def import_archive(
-    name: str, source: pathlib.Path, data_dir: pathlib.Path, *, renew: bool = False
+    name: str,
+    source: pathlib.Path,
+    data_dir: pathlib.Path,
+    *,
+    renew: bool = False,
+    phase: Phase = silent_phase,
 ) -> list[SplitReport]:
     """Writes the TFDS data sets of an archive. If a row cannot be read, nothing is written.
 
@@ -223,6 +236,7 @@ def import_archive(
       data_dir: a TFDS data directory. The directory is created if it does not exist.
       renew: whether existing data sets are replaced. If `renew` is `False`, the splits of existing
         data sets are kept.
+      phase: a function that reports progress.
 
     Returns:
       A report for every split.
@@ -242,7 +256,11 @@ def import_archive(
         raise ValueError(
             f"{source} has none of the files of {name}: {lacking}. Nothing was imported."
         )
-    return _write(reports, lambda r: read_split(r.dataset, r.files), data_dir, {}, renew=renew)
+
+    def read(report: SplitReport) -> Iterator[tuple[str, Row | None]]:
+        return read_split(report.dataset, report.files)
+
+    return _write(reports, read, data_dir, {}, renew=renew, phase=phase)
 
 
 def archive_reports(name: str, source: pathlib.Path) -> list[SplitReport]:
@@ -261,6 +279,7 @@ def import_dataset(
     *,
     labels: Mapping[str, str],
     renew: bool = False,
+    phase: Phase = silent_phase,
 ) -> list[SplitReport]:
     """Writes a TFDS data set from files whose fields have the names of the data set's features.
 
@@ -274,6 +293,7 @@ def import_dataset(
       labels: a dictionary that maps values in the files to the label words for which they stand.
       renew: whether an existing data set is replaced. If `renew` is `False`, the existing splits
         are kept.
+      phase: a function that reports progress.
 
     Returns:
       A report for every split.
@@ -301,7 +321,7 @@ def import_dataset(
             return _articles(report.files)
         return splits[report.split].whole_rows()
 
-    return _write(reports, read, data_dir, labels, renew=renew)
+    return _write(reports, read, data_dir, labels, renew=renew, phase=phase)
 
 
 def _articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
@@ -331,6 +351,7 @@ def _write(
     labels: Mapping[str, str],
     *,
     renew: bool,
+    phase: Phase,
 ) -> list[SplitReport]:
     """Writes the data sets of splits, and returns the reports.
 
@@ -340,6 +361,7 @@ def _write(
       data_dir: a TFDS data directory.
       labels: a dictionary that maps values in the files to the label words for which they stand.
       renew: whether existing data sets are replaced.
+      phase: a function that reports progress.
     """
     cursor = Cursor()
 
@@ -352,7 +374,7 @@ def _write(
                 _refuse_blank(name, found[name])
             return found
 
-        return report.convert(read(report), cursor, values)
+        return report.convert(read(report), cursor, values, phase=phase)
 
     with staging(data_dir, renew=renew) as folder, cursor.named():
         present = (report for report in reports if report.files)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from synthesizer_jax.base.ids import SpecialIds
+from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
@@ -81,6 +82,7 @@ def write_folder(
     *,
     dtype: str = "float32",
     card: str = "",
+    phase: Phase = silent_phase,
 ) -> None:
     """Writes a model to an empty directory as a folder of transformers.
 
@@ -94,6 +96,7 @@ def write_folder(
         tokenizer is written.
       dtype: the name of the tensors' dtype, which is a key of `DTYPES`.
       card: the text of the model card. If the text is empty, no card is written.
+      phase: a function that reports progress.
 
     Raises:
       OSError: if the tensors cannot be written.
@@ -109,9 +112,10 @@ def write_folder(
 
     _write_json(folder / CONFIG, kind.config(dtype))
     _write_json(folder / GENERATION_CONFIG, write_ids(model.ids))
-    tensors = named_tensors(params, correspondences(model, kind.name_of))
+    tensors = named_tensors(params, correspondences(model, kind.name_of), phase=phase)
     arrays = {name: np.ascontiguousarray(x.astype(DTYPES[dtype])) for name, x in tensors}
     path = folder / SAFETENSORS
+    advance = phase(f"writing {path.name}", 1)
     try:
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -119,6 +123,7 @@ def write_folder(
     # The library safetensors creates files that only their owner can read, so change the
     # permissions.
     path.chmod(0o644)
+    advance(1)
 
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary, model.ids)
