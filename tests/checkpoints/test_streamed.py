@@ -25,7 +25,7 @@ def test_all_arrays_are_restored(tmp_path):
 
 
 def test_an_error_of_a_read_is_raised(tmp_path):
-    def fail():
+    def fail(_):
         raise ValueError("p6 cannot be read")
 
     params = {name: Unread.of(x) for name, x in make_arrays().items()}
