@@ -49,7 +49,11 @@ def doctor(
 
     from synthesizer_jax.costs.host_memory import free_memory
     from synthesizer_jax.hosts import processes
-    from synthesizer_jax.hosts.compilation_cache import clear_compilation_cache, compilation_cache
+    from synthesizer_jax.hosts.compilation_cache import (
+        clear_compilation_cache,
+        compilation_cache,
+        shown_compilation_cache,
+    )
 
     processes.join_group(timeout=timeout)
     versions = {"Python": platform.python_version()}
@@ -79,7 +83,7 @@ def doctor(
         if clear_cache:
             clear_compilation_cache()
         size = sum(path.stat().st_size for path in cache.glob("*-cache"))
-        lines.append(f"{size / 2**20:.0f} MiB of compiled programs in {cache}")
+        lines.append(f"{size / 2**20:.0f} MiB of compiled programs in {shown_compilation_cache()}")
     for directory in filter(None, (workdir, data_dir)):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
         # Do not call mkdir for a path in a bucket, because TensorFlow's mkdir never returns if the

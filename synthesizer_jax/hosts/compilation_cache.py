@@ -72,6 +72,17 @@ def compilation_cache() -> pathlib.Path | None:
     return pathlib.Path(directory) if directory else None
 
 
+def shown_compilation_cache() -> str | None:
+    """Returns the directory of the cache as text for users, with ``~`` for the home directory."""
+    directory = compilation_cache()
+    if directory is None:
+        return None
+    home = pathlib.Path.home()
+    if directory.is_relative_to(home):
+        return str(pathlib.Path("~") / directory.relative_to(home))
+    return str(directory)
+
+
 def clear_compilation_cache() -> None:
     """Removes all programs from the cache."""
     directory = compilation_cache()

@@ -21,7 +21,7 @@ from synthesizer_jax.checkpoints.contents import BatchStream
 from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps
 from synthesizer_jax.evaluation.config import Evaluation
 from synthesizer_jax.hosts import processes
-from synthesizer_jax.hosts.compilation_cache import compilation_cache
+from synthesizer_jax.hosts.compilation_cache import shown_compilation_cache
 from synthesizer_jax.hosts.preemption import Preempted, StopSignal
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
@@ -349,7 +349,7 @@ def _restore_or_initialize(
         state = restore_or_initialize()
         compiling.result()
         said = f"ready in {format_duration(time.perf_counter() - began)}"
-        cache = compilation_cache()
+        cache = shown_compilation_cache()
         if cache is not None:
             said += f", compiled programs are kept in {cache}"
         log.say(newest, said)
