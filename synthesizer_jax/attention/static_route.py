@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +174,36 @@ keys depend on the example, so values can be masked by keys instead of logits.
 """
 
 
+def _lazy_kernel(
+    q_length: int,
+    options: Options,
+    inputs: FusedInputs,
+    select: Callable[[Any, int], Callable[..., PyTree]],
+) -> dict[str, Callable[[], Callable[..., PyTree] | None]]:
+    """Returns the argument `kernels` of `platform_dependent`. Only TPUs have kernels.
+
+    Args:
+      q_length: the number of queries.
+      options: the options of the call.
+      inputs: the inputs of the call.
+      select: a function that takes the module `static_tpu` and `Mask.query_offset`, and returns a
+        kernel.
+    """
+    shapes = shapes_of_inputs(options, inputs)
+
+    def find() -> Callable[..., PyTree] | None:
+        """Returns the kernel for TPUs, or None if the kernel cannot take the inputs."""
+        if _kernel_obstacle(q_length, shapes) is not None:
+            return None
+        from synthesizer_jax.attention import static_tpu
+
+        # If the offset were an array, `_kernel_obstacle` would have returned an obstacle.
+        assert options.query_offset is not None
+        return select(static_tpu, options.query_offset)
+
+    return {"tpu": find}
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_static_fwd(
     q_length: int, options: Options, inputs: FusedInputs
@@ -193,22 +223,15 @@ def _attend_static_fwd(
     matmuls = functools.partial(_matmul_fwd, q_length)
     parallel = dict.fromkeys(_ACCELERATORS, matmuls)
     default = functools.partial(matmuls, parallel=False)
-    shapes = shapes_of_inputs(options, inputs)
-
-    def find_kernel() -> Callable[..., PyTree] | None:
-        """Returns the kernel for TPUs, or None if it cannot take the inputs."""
-        if _kernel_obstacle(q_length, shapes) is not None:
-            return None
-        from synthesizer_jax.attention import static_tpu
-
-        # If the offset were an array, `_kernel_obstacle` would have returned an obstacle.
-        return functools.partial(
-            static_tpu.forward, q_length, options.query_offset, same_keys=same_keys
-        )
-
-    out, inverse_row_sum = platform_dependent(
-        inputs, default=default, kernels={"tpu": find_kernel}, **parallel
+    kernels = _lazy_kernel(
+        q_length,
+        options,
+        inputs,
+        lambda module, offset: functools.partial(
+            module.forward, q_length, offset, same_keys=same_keys
+        ),
     )
+    out, inverse_row_sum = platform_dependent(inputs, default=default, kernels=kernels, **parallel)
     if same_keys:
         return out, ()
 
@@ -261,13 +284,8 @@ def _attend_static_bwd(
             del out  # the matrix products read `delta`, which was computed from the output
             return _matmul_bwd(inputs, delta, inverse_row_sum, dout, parallel=parallel)
 
-        shapes = shapes_of_inputs(options, inputs)
-
-        def find_kernel() -> Callable[..., PyTree] | None:
-            """Returns the kernel for TPUs, or None if it cannot take the inputs."""
-            if _kernel_obstacle(dout.shape[1], shapes) is not None:
-                return None
-            from synthesizer_jax.attention import static_tpu
+        def select_kernel(module: Any, offset: int) -> Callable[..., FusedInputs]:
+            """Returns the kernel of a module, with the same arguments as `matmuls`."""
 
             def kernel(
                 inputs: FusedInputs,
@@ -276,9 +294,12 @@ def _attend_static_bwd(
                 inverse_row_sum: jax.Array | None,
                 dout: jax.Array,
             ) -> FusedInputs:
-                """Computes the cotangents with kernels."""
+                """Computes the cotangents with a kernel."""
                 del delta  # the kernel computes delta from the output
-                return static_tpu.backward(options.query_offset, inputs, out, inverse_row_sum, dout)
+                cotangents: FusedInputs = module.backward(
+                    offset, inputs, out, inverse_row_sum, dout
+                )
+                return cotangents
 
             return kernel
 
@@ -289,7 +310,7 @@ def _attend_static_bwd(
             inverse_row_sum,
             dout,
             default=functools.partial(matmuls, parallel=False),
-            kernels={"tpu": find_kernel},
+            kernels=_lazy_kernel(dout.shape[1], options, inputs, select_kernel),
             **dict.fromkeys(_ACCELERATORS, matmuls),
         )
         return cotangents
