@@ -60,7 +60,7 @@ def enable_compilation_cache() -> None:
 
 
 def compilation_cache() -> pathlib.Path | None:
-    """Returns the directory of the cache, or None if JAX does not cache compiled programs."""
+    """Returns the directory of the cache, or None if there is none or if it is in a bucket."""
     # JAX reads the environment variable when it is imported, and its setting may change later.
     directory = os.environ.get(VARIABLE)
     if "jax" in sys.modules:
@@ -69,7 +69,9 @@ def compilation_cache() -> pathlib.Path | None:
         is_enabled: bool = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
         named: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
         directory = named if is_enabled else None
-    return pathlib.Path(directory) if directory else None
+    if not directory or "://" in directory:
+        return None
+    return pathlib.Path(directory)
 
 
 def shown_compilation_cache() -> str | None:

@@ -351,7 +351,7 @@ def _restore_or_initialize(
         said = f"ready in {format_duration(time.perf_counter() - began)}"
         cache = shown_compilation_cache()
         if cache is not None:
-            said += f", compiled programs are kept in {cache}"
+            said += f" (compiled programs are kept in {cache})"
         log.say(newest, said)
         return state
     finally:

@@ -148,6 +148,15 @@ def test_the_doctor_shows_and_clears_the_cache(tmp_path) -> None:
     assert not [*place.glob("*-cache"), *place.glob("*-atime")]
 
 
+def test_a_cache_in_a_bucket_is_not_a_directory() -> None:
+    """The command `doctor` and the log of a run name only a directory of this machine."""
+    program = (
+        "from synthesizer_jax.hosts import compilation_cache as c; print(c.compilation_cache())"
+    )
+    ended = python("-c", program, env={**os.environ, VARIABLE: "gs://bucket/compiled"})
+    assert ended.stdout == "None\n"
+
+
 def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_path) -> None:
     own = own_cache(tmp_path)
 
