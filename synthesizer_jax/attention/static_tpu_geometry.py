@@ -48,8 +48,8 @@ class Tiling:
     """The division of the work into programs, and other options known at tracing time.
 
     Attributes:
-      heads: the number of heads of a program.
-      examples: the number of examples of a program, for which shapes use the letter c.
+      heads: the number of heads that a program computes.
+      examples: the number of examples that a program computes. In shapes, this number is c.
       width: the width e of a head.
       shape: the numbers of examples, heads, queries and keys, ``(b, h, q, k)``.
       offset: the position of the first query.

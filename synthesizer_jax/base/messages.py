@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Phase: TypeAlias = Callable[[str, int | None], Callable[[int], object]]
 """A function that reports the progress of long work.
@@ -22,7 +22,7 @@ def silent_phase(_: str, __: int | None) -> Callable[[int], None]:
     return lambda _: None
 
 
-def report_items(items: Iterable[T], advance: Callable[[int], object]) -> Iterator[T]:
+def report_items(items: Iterable[_T], advance: Callable[[int], object]) -> Iterator[_T]:
     """Yields items, and reports how many of them the caller has processed.
 
     Only every thousandth item is reported, because reporting may take longer than processing.

@@ -464,7 +464,7 @@ def _allows_class(options: Sequence[Annotation], base: type) -> bool:
 
 
 def _look_up(name: str, table: Mapping[str, Any], noun: str, path: str, remedy: str) -> Any:
-    """Returns the entry of a table that has a given name.
+    """Returns the entry with a given name from a table.
 
     Args:
       name: the name of the entry.

@@ -139,7 +139,7 @@ def line_chart(
     logarithmic_x: bool = False,
     title: str = "",
 ) -> Markup:
-    """Draws lines. A line that consists of four sequences has a band around it.
+    """Draws lines. If a line consists of four sequences, a band is drawn around the line.
 
     Args:
       lines: the lines by name. Each line has its own color.

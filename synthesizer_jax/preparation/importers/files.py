@@ -34,8 +34,8 @@ class SplitFiles:
     Attributes:
       files: the paths of the files. The files are read one after the other, or in parallel if they
         are `aligned`.
-      aligned: whether the files are texts whose lines with the same number belong together, such as
-        a text and its translation. Each aligned file becomes one field of the rows.
+      aligned: whether line n of each file belongs to line n of the other files, as in a text and
+        its translation. Each aligned file becomes one field of the rows.
       columns: the names of the columns of CSV and TSV files without a header line, or the names of
         the fields of aligned files.
     """

@@ -303,7 +303,8 @@ def read_ids(
 def write_ids(ids: SpecialIds) -> dict[str, object]:
     """Returns the fields of ``config.json`` and ``generation_config.json`` that contain ids."""
     fields: dict[str, object] = {theirs: getattr(ids, ours) for theirs, ours in IDS.items()}
-    fields.update(dict.fromkeys(FORCED))  # null means that no token is forced
+    # The value null says that the model does not force the first or the last token of an output.
+    fields.update(dict.fromkeys(FORCED))
     if ids.also_end:
         fields["eos_token_id"] = list(ids.ends)
     return fields
