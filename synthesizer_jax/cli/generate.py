@@ -166,7 +166,7 @@ def generate(
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
 
     with show_phases() as phase:
-        predictor.advance = phase(f"generating texts for {len(inputs):,} inputs", len(inputs))
+        predictor.advance = phase(f"generating texts (inputs: {len(inputs):,})", len(inputs))
         generated = predictor.generate_texts(inputs)
 
     written = []

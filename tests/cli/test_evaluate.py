@@ -211,7 +211,7 @@ def say(place, options, *words):
     result = commands.invoke(f"generate --workdir {place / 'run'} {options}", *words)
     reading, generating = result.stderr.splitlines()
     assert reading == "reading a checkpoint"
-    assert re.fullmatch(r"generating texts for \d inputs", generating)
+    assert re.fullmatch(r"generating texts \(inputs: \d\)", generating)
     return result.stdout
 
 
