@@ -253,7 +253,7 @@ def match_tensors(
     return params
 
 
-def read_parameter(tensor: Tensor, parameter: Correspondence, part: Part = ()) -> np.ndarray:
+def read_parameter(tensor: Tensor, parameter: Correspondence, part: Part) -> np.ndarray:
     """Reads a part of a parameter from the tensor that stores the parameter.
 
     The result has the dtype of the tensor.
