@@ -14,7 +14,7 @@ from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Length, Positive, Share
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.primitives.norms import RMSNorm
+from synthesizer_jax.primitives.norms import LayerNorm, RMSNorm
 
 
 @register
@@ -30,8 +30,9 @@ class DotProduct(Alignment):
         1 and puts the factor 1/√head_dim into the initializer of the query kernel.
       use_bias: whether the query and key projections have a bias, as in BERT.
       normalize_qk: whether the queries and keys of every head are divided by their root mean square
-        and multiplied by a learned factor for each feature, as in Qwen 3 and Gemma 3. Dehghani et
-        al. 2023 use LayerNorm instead.
+        and multiplied by a learned factor for each feature, as in Qwen 3. A norm can be given
+        instead of True, such as ``RMSNorm(offset=1.0)`` as in Gemma 3, or `LayerNorm`, which
+        Dehghani et al. 2023 use with a bias and Flax without one.
       rotary_base: base of rotary positions (Su et al. 2021, RoFormer). The paper uses 10,000.
         Features i and ``i + head_dim / 2`` form a pair, as in Llama, and each pair is rotated by
         ``position · base^(-2 i / head_dim)`` radians. None means no rotation.
@@ -46,7 +47,7 @@ class DotProduct(Alignment):
     head_dim: Length | None = None
     scale: float | None = None
     use_bias: bool = False
-    normalize_qk: bool = False
+    normalize_qk: bool | RMSNorm | LayerNorm = False
     rotary_base: Positive | None = None
     rotary_share: Share = 1.0
     rotary_scaling: LinearScaling | YaRN | None = None
@@ -78,8 +79,11 @@ class DotProduct(Alignment):
                 use_bias=self.use_bias,
             )
         if self.normalize_qk:
-            queries = RMSNorm(name="query_norm")(queries)
-            keys = RMSNorm(name="key_norm")(keys)
+            norm = self.normalize_qk
+            if isinstance(norm, bool):
+                norm = RMSNorm(parent=None)
+            queries = norm.copy(name="query_norm", parent=self)(queries)
+            keys = norm.copy(name="key_norm", parent=self)(keys)
         if self.rotary_base is not None:
             # Usually, the positions of the first query and of the first key determine all
             # positions. If rows are packed, `packed_positions` contains the positions of all

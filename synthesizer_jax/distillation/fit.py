@@ -37,6 +37,7 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.distillation.replacement import STACKS, Layer, self_attention
 from synthesizer_jax.distillation.transplant import initial_parameters
 from synthesizer_jax.mixers import Attention
+from synthesizer_jax.mixers.attention import Window, window_reach
 from synthesizer_jax.models import EncoderDecoder, TokenModel, stacks_of
 from synthesizer_jax.primitives.parameters import Variables, apply_method
 from synthesizer_jax.sharding import gather_to_host
@@ -191,10 +192,12 @@ def _layer_statistics(
     return Statistics(weights.sum(0), negentropy, queries.sum(0))
 
 
-def is_in_window(length: int, window: int) -> np.ndarray:
-    """Returns a mask ``[q, k]`` of the pairs whose distance is less than `window`."""
+def is_in_window(length: int, window: Window) -> np.ndarray:
+    """Returns a mask ``[q, k]`` of the pairs that an `Attention.window` allows."""
+    before, after = window_reach(window)
     positions = np.arange(length)
-    return np.abs(positions[:, None] - positions[None, :]) < window
+    offsets = positions[None, :] - positions[:, None]
+    return (-before <= offsets) & (offsets <= after)
 
 
 def collect_statistics(
@@ -222,7 +225,7 @@ def divergence(
     statistics: Statistics,
     *,
     soft_cap: float | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the mean over queries of ``KL(teacher ‖ student)``, in nats.

@@ -29,7 +29,7 @@ from synthesizer_jax.attention.cache import Values, advance_length, fill_invalid
 from synthesizer_jax.attention.routes import ROUTES, check_terms
 from synthesizer_jax.attention.terms import clear_padding
 from synthesizer_jax.base.registry import register
-from synthesizer_jax.base.typing import Choices, Length, Positive, Rate
+from synthesizer_jax.base.typing import Choices, Length, Number, Positive, Rate
 from synthesizer_jax.mixers.base import (
     Mixer,
     MixerInput,
@@ -44,6 +44,14 @@ from synthesizer_jax.primitives.mesh import partition
 from synthesizer_jax.primitives.parameters import with_axes
 
 Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
+
+Window: TypeAlias = Length | tuple[Number, Number]
+"""The type of `AttentionBase.window`."""
+
+
+def window_reach(window: Window) -> tuple[int, int]:
+    """Returns the numbers of keys before and after a query that are in its window."""
+    return window if isinstance(window, tuple) else (window - 1, window - 1)
 
 
 class AttentionBase(Mixer):
@@ -63,8 +71,9 @@ class AttentionBase(Mixer):
         and head share one random draw for each key. Dropout is active only if a PRNG key for the
         stream ``dropout`` is given.
       window: a query attends only to keys that are less than `window` positions away, on both sides
-        if the mask allows it (Beltagy et al. 2020, Longformer). `Mixer.init_cache` says which keys
-        a cache holds if there is a window. None means no limit.
+        if the mask allows it (Beltagy et al. 2020, Longformer). If `window` is a pair of numbers,
+        they say how many keys before and after its own position a query attends to.
+        `Mixer.init_cache` says which keys a cache holds if there is a window. None means no limit.
       shared_key_value: whether one projection computes both the keys and the values, as with the
         shared ``kv`` of Mesh-TensorFlow.
       project_values: whether values are projected. False means that the tokens themselves are the
@@ -84,7 +93,7 @@ class AttentionBase(Mixer):
     head_dim: Length
     alignment: Alignment = DotProduct(parent=None)
     dropout_rate: Rate = 0.0
-    window: Length | None = None
+    window: Window | None = None
     shared_key_value: bool = False
     project_values: bool = True
     use_bias: bool = False
@@ -199,7 +208,7 @@ class AttentionBase(Mixer):
         The cache is returned unchanged if the layer has no window, or if its logits are not
         products of queries and keys that are both computed from tokens.
         """
-        room = cache.capacity if self.window is None else self.window - 1
+        room = cache.capacity if self.window is None else window_reach(self.window)[0]
         if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
             return cache
         return cache.as_window(room)
@@ -213,7 +222,7 @@ class AttentionBase(Mixer):
                 f"{type(self).__name__}: the layer has window={self.window} and the mask has "
                 f"window={mask.window}. Set only one of them."
             )
-        return dataclasses.replace(mask, window=(self.window - 1, self.window - 1))
+        return dataclasses.replace(mask, window=window_reach(self.window))
 
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0

@@ -129,6 +129,7 @@ def test_a_fit_recovers_a_form(name):
 LAYERS = {
     "soft cap": {"soft_cap": 3.0},
     "window": {"window": 3},
+    "uneven window": {"window": (1, 2)},
     "sinks": {"sinks": True},
     "all": {"soft_cap": 2.0, "window": 3, "sinks": True},
 }
@@ -144,6 +145,7 @@ def test_a_fit_recovers_a_table_in_a_layer_with(name, causal):
     fields = LAYERS[name]
     rng = np.random.default_rng(0)
     cap, window = fields.get("soft_cap"), fields.get("window", N)
+    before, after = (window - 1, window - 1) if isinstance(window, int) else window
     table, bias = rng.normal(size=(2, HEADS, N, N))
     sinks = rng.normal(size=HEADS) if "sinks" in fields else None
     logits = table + bias if cap is None else cap * np.tanh((table + bias) / cap)
@@ -151,7 +153,7 @@ def test_a_fit_recovers_a_table_in_a_layer_with(name, causal):
     for b, length in enumerate(rng.integers(2, N + 1, 300)):
         for q in range(length):
             seen[b, q] = q + 1 if causal else length
-            keys = [k for k in range(seen[b, q]) if abs(q - k) < window]
+            keys = [k for k in range(seen[b, q]) if q - before <= k <= q + after]
             of_keys = logits[:, q, keys]
             if sinks is not None:
                 of_keys = np.concatenate([of_keys, sinks[:, None]], axis=1)
@@ -168,7 +170,7 @@ def test_a_fit_recovers_a_table_in_a_layer_with(name, causal):
     capped = found if cap is None else cap * np.tanh(found / cap)
     for b in range(20):
         for q, n in enumerate(seen[b]):
-            keys = [k for k in range(n) if abs(q - k) < window]
+            keys = [k for k in range(n) if q - before <= k <= q + after]
             of_keys = np.concatenate(
                 [capped[:, q, keys], *([] if sinks is None else [sinks[:, None]])], 1
             )

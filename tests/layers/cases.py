@@ -17,6 +17,9 @@ ALIGNMENT_CASES = {
     "DotProduct": Case.of(DOT),
     "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
     "DotProduct, rotary": Case.of(sj.DotProduct(4, normalize_qk=True, rotary_base=100.0), window=4),
+    "DotProduct, norm with an offset": Case.of(
+        sj.DotProduct(normalize_qk=sj.models.RMSNorm(0.1, offset=1.0)), window=(2, 4)
+    ),
     "DotProduct, part rotary": Case.of(
         sj.DotProduct(9, rotary_base=10.0, rotary_share=0.7, rotary_scaling=sj.LinearScaling(2.5))
     ),

@@ -42,9 +42,18 @@ def attention(layer, p, constants, x, seen):
 
 
 def within_window(layer, seen):
-    """Returns `seen` without the keys that are `window` or more positions away from the query."""
+    """Returns `seen` without the keys that are outside of the window.
+
+    If the window is a number, keys are less than `window` positions away from the query.
+    """
+    if layer.window is None:
+        return seen
     position = np.arange(seen.shape[-1])
-    return seen & (abs(position - position[:, None]) < (layer.window or np.inf))
+    offset = position - position[:, None]
+    if isinstance(layer.window, int):
+        return seen & (abs(offset) < layer.window)
+    before, after = layer.window
+    return seen & (offset >= -before) & (offset <= after)
 
 
 def weights_of(alignment, p, constants, x, seen, heads):
@@ -148,9 +157,12 @@ def one_logit(alignment, p, constants, x, h, i, j, heads):
             q = project(p["query"], x[:, i], h)
             k = project(p["key"], x[:, j], h * p["key"]["kernel"].shape[1] // heads)
             width = q.shape[-1]
-            if alignment.normalize_qk:
+            if norm := alignment.normalize_qk:
+                offset, epsilon = (0.0, 1e-6) if norm is True else (norm.offset, norm.epsilon)
                 q, k = (
-                    y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * p[name]["scale"]
+                    y
+                    / np.sqrt((y**2).mean(-1, keepdims=True) + epsilon)
+                    * (offset + p[name]["scale"])
                     for y, name in ((q, "query_norm"), (k, "key_norm"))
                 )
             if alignment.rotary_base is not None:  # pairs of features are complex numbers
