@@ -15,7 +15,7 @@ from synthesizer_jax.models.layers import (
     PositionEmbedding,
     SinusoidalPositions,
 )
-from synthesizer_jax.models.lora import LoRA
+from synthesizer_jax.models.lora import LoRA, LoRARule
 from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
 from synthesizer_jax.models.token_model import (
     DecodingCache,
@@ -48,6 +48,7 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "LoRA",
+    "LoRARule",
     "Memory",
     "PositionEmbedding",
     "RMSNorm",

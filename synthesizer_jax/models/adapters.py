@@ -1,29 +1,21 @@
-"""LoRA adapters: low-rank updates of a trained model's kernels (Hu et al. 2022).
-
-A kernel W of shape ``[inputs, outputs]`` becomes ``W + (alpha / rank) · A · B``, where A is
-``[inputs, rank]`` and B is ``[rank, outputs]``. Kernels with more than two dimensions are not
-flattened. For example, for a query kernel ``[d_model, heads, head_dim]``, A is ``[d_model, rank]``
-and B is ``[rank, heads, head_dim]``. In scanned layers, A and B both have a leading axis of layers.
+"""Adapters: updates of a trained model's parameters, which are trained in place of the model.
 
 A run with adapters trains and saves two kinds of variables:
 
-- The low-rank updates. The paths of an update are ``KERNEL_PATH/lora_a`` and
-  ``KERNEL_PATH/lora_b``.
-- Variables for which `Experiment.init_rules` draw new random values, such as a new classifier. No
-  other checkpoint contains these values, so the run trains the complete arrays and saves them under
-  their usual paths.
+- Updates of some parameters; see `models.updates`. For example, the paths of a low-rank update are
+  ``KERNEL_PATH/lora_a`` and ``KERNEL_PATH/lora_b``.
+- Complete arrays, under their usual paths. These are the parameters that `LoRA.whole` matches, and
+  variables for which `Experiment.init_rules` draw new random values, such as a new classifier. No
+  other checkpoint contains these values.
 
 All other variables of the model come from the base, which is the checkpoint that the adapters
-modify. `Adapted` decides which variables are trained by low-rank updates, and which as complete
-arrays. `LowRankUpdate` describes the update of one kernel.
+modify. `Adapted` decides which variables are trained by updates, and which as complete arrays.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import flax.linen as nn
@@ -36,95 +28,13 @@ from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models.lora import LoRA
 from synthesizer_jax.models.token_model import looped_paths
 from synthesizer_jax.models.trainable import Trainable
-from synthesizer_jax.primitives.initializers import TorchUniform
-from synthesizer_jax.primitives.parameters import Axes, Variables
+from synthesizer_jax.models.updates import EmbeddingUpdate, LowRankUpdate, TokenEntries, Update
+from synthesizer_jax.primitives.parameters import Axes, Variables, check_patterns_decide
 
 Model = TypeVar("Model", bound=nn.Module)
 
 Keys = tuple[str, ...]
 """The collection of a variable and its path in the model, such as ``("params", "embedding")``."""
-
-LORA_A, LORA_B = "lora_a", "lora_b"
-
-
-@dataclasses.dataclass(frozen=True)
-class LowRankUpdate:
-    """The low-rank update of one kernel, ``W + scale · A · B``.
-
-    Attributes:
-      kernel: the shape and dtype of the kernel W.
-      axes: the logical axes of the kernel, which determine the kernel's input axes. If the last
-        axis is ``embed``, all other axes are inputs. If the last axis is not ``embed``, only the
-        first axis is an input. The axis of scanned layers is never an input axis.
-      rank: the rank of the update.
-      scale: the number by which the product A · B is multiplied.
-    """
-
-    kernel: jax.ShapeDtypeStruct
-    axes: Axes
-    rank: int
-    scale: float
-
-    leaves = (LORA_A, LORA_B)
-    """The sorted names of the update's arrays, which are appended to the path of the kernel."""
-
-    @property
-    def is_scanned(self) -> bool:
-        """Whether the first axis of the kernel is the axis of the layers of a scanned stack."""
-        return self.axes[0] == "layers"
-
-    def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
-        """Returns the shape and the logical axes of every array of the update, by name."""
-        shape, axes = self.kernel.shape, self.axes
-        first_input = int(self.is_scanned)
-        first_output = len(shape) - 1 if axes[-1] == "embed" else first_input + 1
-
-        a_shape = (*shape[:first_output], self.rank)
-        a_axes = (*axes[:first_output], None)
-        b_shape = (*shape[:first_input], self.rank, *shape[first_output:])
-        b_axes = (*axes[:first_input], None, *axes[first_output:])
-        return {
-            LORA_A: (jax.ShapeDtypeStruct(a_shape, self.kernel.dtype), a_axes),
-            LORA_B: (jax.ShapeDtypeStruct(b_shape, self.kernel.dtype), b_axes),
-        }
-
-    def init(self, keys: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the initial arrays by name. As in PEFT, A is uniform in ±1/√inputs.
-
-        B is zero, so the adapted model computes the same outputs as its base when training starts.
-
-        Args:
-          keys: a random key for every name in `leaves`.
-        """
-        abstract = self.abstract()
-        a, _ = abstract[LORA_A]
-        b, _ = abstract[LORA_B]
-        # The shape of A is [layers?, *inputs, rank]. The range of the initial values depends only
-        # on the sizes of the input axes.
-        fan_in = math.prod(a.shape[int(self.is_scanned) : -1])
-        return {
-            LORA_A: TorchUniform(fan_in)(keys[LORA_A], a.shape, a.dtype),
-            LORA_B: jnp.zeros(b.shape, b.dtype),
-        }
-
-    def apply(self, kernel: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        """Returns the updated kernel.
-
-        Args:
-          kernel: the kernel of the base.
-          arrays: the arrays of the update by name.
-        """
-        product = jax.vmap(_product) if self.is_scanned else _product
-        return kernel + self.scale * product(arrays[LORA_A], arrays[LORA_B])
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product of A and B, ``[inputs, outputs]``.
-
-    The product is computed in full precision, so that the result does not depend on a platform's
-    default precision.
-    """
-    return jnp.tensordot(a, b, 1, precision=jax.lax.Precision.HIGHEST)
 
 
 class Adapted(Trainable[Model]):
@@ -133,18 +43,19 @@ class Adapted(Trainable[Model]):
     Args:
       model: the unbound model to which the adapters are added.
       example: the shapes and dtypes of the arguments of the model's `__call__`.
-      lora: selects the kernels that have low-rank updates.
-      is_whole: a function that takes the path of a variable, in the form of looped layers, and
-        returns whether the complete variable is trained. Such a kernel has no low-rank update.
+      lora: selects the parameters that are trained, and the kinds of their updates.
+      is_new: a function that takes the path of a variable, in the form of looped layers, and
+        returns whether the base does not contain the values of the variable. Such a variable is
+        trained as a complete array.
 
     Attributes:
       lora: the configuration of the adapters.
-      updates: the low-rank updates by the keys of their kernels, in sorted order.
+      updates: the updates by the keys of their parameters, in sorted order.
       whole: the keys of the variables that are trained as complete arrays, in sorted order.
 
     Raises:
-      ValueError: if no kernel has an update, or a pattern matches only some layers of a scanned
-        stack.
+      ValueError: if a pattern of `lora` matches nothing, if it matches only some layers of a
+        scanned stack, or if a parameter would have two updates.
     """
 
     has_base = True
@@ -155,37 +66,29 @@ class Adapted(Trainable[Model]):
         example: tuple[jax.ShapeDtypeStruct, ...],
         lora: LoRA,
         *,
-        is_whole: Callable[[str], bool] = lambda path: False,
+        is_new: Callable[[str], bool] = lambda path: False,
     ):
         super().__init__(model, example)
         self.lora = lora
-        self.updates: dict[Keys, LowRankUpdate] = {}
+        self.updates: dict[Keys, Update] = {}
         self.whole: list[Keys] = []
-
-        def is_target(path: str) -> bool:
-            """Returns whether the kernel at a path has a low-rank update."""
-            return re.fullmatch(lora.targets, path) is not None
+        choice = _Choice(lora)
 
         shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
-        paths: list[str] = []
         for keys in sorted(shapes):
             collection, *path = keys
             looped = looped_paths(model, tuple(path))
-            if _matches_all("init_rules match", looped, is_whole):
+            if _matches_all("init_rules match", looped, is_new):
                 self.whole.append(keys)
-            elif collection == "params" and path[-1].endswith("kernel"):
-                paths += looped
-                what = f"training.adapters: {lora.targets!r} matches"
-                if _matches_all(what, looped, is_target):
-                    scale = lora.alpha / lora.rank
-                    self.updates[keys] = LowRankUpdate(shapes[keys], axes[keys], lora.rank, scale)
-
-        if not self.updates:
-            hint = did_you_mean(lora.targets, paths) or f". One of the paths is {min(paths)!r}."
-            raise ValueError(
-                f"training.adapters: {lora.targets!r} matches no kernel{hint} A pattern must match "
-                "a whole path."
-            )
+            elif collection != "params":
+                continue
+            elif choice.matches("whole", looped):
+                self.whole.append(keys)
+            else:
+                update = choice.update_of(looped, shapes[keys], axes[keys])
+                if update is not None:
+                    self.updates[keys] = update
+        choice.check_patterns()
 
     def abstract(self) -> tuple[Variables, PyTree]:
         """Returns the shapes and the logical axes of all variables that are trained."""
@@ -205,7 +108,7 @@ class Adapted(Trainable[Model]):
         return self.abstract_model()
 
     def init(self, key: jax.Array, base: Variables) -> Variables:
-        """Returns new low-rank updates, and copies of the variables that are trained completely.
+        """Returns new updates, and copies of the variables that are trained completely.
 
         The variables are copied from the base because training steps donate the buffers of the
         trained variables, and the base must keep its buffers.
@@ -221,14 +124,15 @@ class Adapted(Trainable[Model]):
         names = [(*keys, leaf) for keys, update in self.updates.items() for leaf in update.leaves]
         random_keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
         for keys, update in self.updates.items():
-            arrays = update.init({leaf: random_keys[*keys, leaf] for leaf in update.leaves})
+            random = {leaf: random_keys[*keys, leaf] for leaf in update.leaves}
+            arrays = update.init(random, of_base[keys])
             variables |= {(*keys, leaf): array for leaf, array in arrays.items()}
         return traverse_util.unflatten_dict(variables)
 
     def merge(self, variables: Variables, base: Variables) -> Variables:
         """Returns the variables for the model's `apply`.
 
-        Low-rank updates are added to the kernels of the base. Variables that are trained completely
+        Updates are applied to the parameters of the base. Variables that are trained completely
         replace the variables of the base, or are added if the base does not contain them.
         """
         return _merge(variables, base, tuple(self.updates.items()))
@@ -242,8 +146,156 @@ class Adapted(Trainable[Model]):
         return merged
 
 
+class _Choice:
+    """Chooses the update of every parameter, and remembers what the patterns of a `LoRA` match.
+
+    Args:
+      lora: the configuration of the adapters.
+    """
+
+    def __init__(self, lora: LoRA):
+        self._lora = lora
+        # For every pattern, the paths that it could match, and whether it matched any of them.
+        self._candidates: dict[str, list[str]] = {}
+        self._matched: set[str] = set()
+        self._low_rank: list[str] = []
+
+    def matches(self, field: str, looped: list[str]) -> bool:
+        """Returns whether the pattern in a field of the `LoRA` matches a parameter.
+
+        Args:
+          field: the name of the field, which may be None.
+          looped: the paths of the layers whose values are stacked in the parameter.
+        """
+        pattern: str | None = getattr(self._lora, field)
+        if pattern is None:
+            return False
+        self._candidates.setdefault(field, []).extend(looped)
+
+        def is_match(path: str) -> bool:
+            """Returns whether the pattern matches the path of a layer's parameter."""
+            return re.fullmatch(pattern, path) is not None
+
+        found = _matches_all(f"{_name(field)}: {pattern!r} matches", looped, is_match)
+        if found:
+            self._matched.add(field)
+        return found
+
+    def update_of(
+        self, looped: list[str], shape: jax.ShapeDtypeStruct, axes: Axes
+    ) -> Update | None:
+        """Returns the update of a parameter, or `None` if the parameter is not trained.
+
+        Args:
+          looped: the paths of the layers whose values are stacked in the parameter.
+          shape: the shape and dtype of the parameter.
+          axes: the logical axes of the parameter.
+        """
+        lora = self._lora
+        update: Update | None = None
+        field, kind = _low_rank_kind(looped[0], axes)
+        if kind is not None and self.matches(field, looped):
+            update = kind(shape, axes, *self._scale_of(looped), lora.dora)
+
+        if lora.tokens and "vocab" in axes and self.matches("token_arrays", looped):
+            if update is not None:
+                raise ValueError(
+                    f"training.adapters: {looped[0]} would have both a low-rank update and trained "
+                    "entries of tokens. Exclude it from token_arrays, or from targets and "
+                    "embeddings."
+                )
+            rows = shape.shape[axes.index("vocab")]
+            if max(lora.tokens) >= rows:
+                raise ValueError(
+                    f"training.adapters.tokens contains {max(lora.tokens)}, but {looped[0]} has "
+                    f"only the tokens 0 to {rows - 1}. Extend it with an init_rule whose action is "
+                    "'resize', or correct the token."
+                )
+            update = TokenEntries(shape, axes, lora.tokens)
+        return update
+
+    def _scale_of(self, looped: list[str]) -> tuple[int, float]:
+        """Returns the rank and the scale of a low-rank update.
+
+        Raises:
+          ValueError: if the rules differ between layers of a scanned stack.
+        """
+        self._low_rank += looped
+        first, *others = ((path, self._lora.scale_for(path)) for path in looped)
+        for path, scale in others:
+            if scale != first[1]:
+                raise ValueError(
+                    f"training.adapters.rules give {first[0]} and {path} different ranks or "
+                    "scales, but they are layers of a scanned stack. Use the same rule for all "
+                    "layers of the stack, or build the model with scan=False."
+                )
+        return first[1]
+
+    def check_patterns(self) -> None:
+        """Raises a `ValueError` if a pattern of the `LoRA` matches no parameter."""
+        lora = self._lora
+        for field, what in _FIELDS.items():
+            pattern = getattr(lora, field)
+            if pattern is None or field in self._matched:
+                continue
+            if field == "token_arrays" and not lora.tokens:
+                continue
+            raise ValueError(
+                f"{_name(field)}: {pattern!r} matches no {what}"
+                f"{_hint(pattern, self._candidates.get(field, ()))} A pattern must match a whole "
+                "path."
+            )
+        if not (self._matched or self._low_rank):
+            raise ValueError(
+                "training.adapters trains nothing. Set targets, embeddings, tokens or whole."
+            )
+        if lora.rules:
+            patterns = [rule.pattern for rule in lora.rules]
+            if not self._low_rank:
+                raise ValueError(
+                    "training.adapters.rules have no effect, because there are no low-rank "
+                    "updates. Set targets or embeddings, or leave rules out."
+                )
+            check_patterns_decide("training.adapters.rules", patterns, self._low_rank)
+
+
+def _low_rank_kind(path: str, axes: Axes) -> tuple[str, type[LowRankUpdate] | None]:
+    """Returns the field of `LoRA` that selects a parameter for low-rank updates, and their class.
+
+    The class is `None` if a parameter of this kind has no low-rank updates.
+    """
+    if path.endswith("kernel"):
+        return "targets", LowRankUpdate
+    # A table of relative biases is called an embedding, too, but it does not contain vectors.
+    if path.endswith("embedding") and axes[-1] == "embed":
+        return "embeddings", EmbeddingUpdate
+    return "", None
+
+
+_FIELDS = {
+    "targets": "kernel",
+    "embeddings": "embedding",
+    "token_arrays": "embedding or output projection",
+    "whole": "parameter",
+}
+"""The fields of a `LoRA` that hold patterns, and the parameters that the patterns can match."""
+
+
+def _name(field: str) -> str:
+    """Returns the name of a field of the `LoRA` for error messages."""
+    # The field `targets` is older than the other patterns, and users know its name.
+    return "training.adapters" if field == "targets" else f"training.adapters.{field}"
+
+
+def _hint(pattern: str, paths: Collection[str]) -> str:
+    """Returns the end of a sentence that says which paths a pattern may have meant."""
+    if not paths:
+        return ", because the model has none, or all of them are trained as complete arrays."
+    return did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
+
+
 def _merge(
-    variables: Variables, base: Variables, updates: tuple[tuple[Keys, LowRankUpdate], ...]
+    variables: Variables, base: Variables, updates: tuple[tuple[Keys, Update], ...]
 ) -> Variables:
     """Returns the variables of the adapted model; see `Adapted.merge`."""
     trained, merged = map(traverse_util.flatten_dict, (variables, base))

@@ -245,7 +245,7 @@ class Experiment:
         # The module is imported here, because runs without adapters do not need it.
         from synthesizer_jax.models.adapters import Adapted
 
-        return Adapted(self.model, self.example, lora, is_whole=self.draws)
+        return Adapted(self.model, self.example, lora, is_new=self.draws)
 
 
 def _check_head(experiment: Experiment) -> None:

@@ -24,7 +24,8 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.models.adapters import Adapted
-from synthesizer_jax.models.lora import LoRA
+from synthesizer_jax.models.lora import LoRA, LoRARule
+from synthesizer_jax.models.updates import LowRankUpdate
 from synthesizer_jax.optimizers import Adafactor, OptimizerRule
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.checkpoint_average import average_checkpoints
@@ -114,16 +115,32 @@ def adapting(recipe, directory, lora=EVERYTHING, **changes):
     return find_base(replace(recipe, training=training, init_from=str(directory), **changes))
 
 
-def merged(params, adapters, scale):
-    """Merges adapters into the parameters of looped layers, in NumPy and float64."""
+def merged(params, adapters, scale, tokens=()):
+    """Merges adapters into the parameters of looped layers, in NumPy and float64.
+
+    The argument `scale` is the scale of the low-rank updates, or a function from the path of a
+    parameter to the scale.
+    """
     kernels, flat = (
         traverse_util.flatten_dict(jax.tree.map(np.float64, x)) for x in (params, adapters)
     )
-    for keys in {k[:-1] for k in flat}:
+    for keys in {k[:-1] for k in flat if k[-1] in ("lora_a", "token_entries")}:
+        kernel = kernels[keys]
+        if (*keys, "token_entries") in flat:
+            columns = keys == ("logits_kernel",)
+            (kernel.T if columns else kernel)[list(tokens)] = (
+                flat[*keys, "token_entries"].T if columns else flat[*keys, "token_entries"]
+            )
+            continue
         a, b = flat[*keys, "lora_a"], flat[*keys, "lora_b"]
         update = a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
-        kernels[keys] += scale * update.reshape(kernels[keys].shape)
-    return traverse_util.unflatten_dict(kernels)
+        factor = scale("/".join(keys)) if callable(scale) else scale
+        kernel += factor * update.reshape(kernel.shape)
+        if (*keys, "lora_magnitude") in flat:
+            matrix = kernel.reshape(update.shape)
+            matrix *= flat[*keys, "lora_magnitude"].reshape(-1) / np.linalg.norm(matrix, axis=0)
+    complete = {keys: x for keys, x in flat.items() if keys in kernels}
+    return traverse_util.unflatten_dict(kernels | complete)
 
 
 @pytest.mark.parametrize(("scan", "mesh"), [(False, MeshShape(2, 2, 2)), (True, MeshShape())])
@@ -165,6 +182,116 @@ def test_only_the_adapters_are_trained(source, tmp_path, scan, mesh):
     sums = plain(jax.device_get(found), batch)
     _, metrics = trainer.step(state, trainer.shard_batch(batch))
     np.testing.assert_allclose(metrics["loss"], sums.loss / sums.weight, rtol=2e-5)
+
+
+DORA = LoRA(3, 6.0, ".*", dora=True, embeddings="embedding")
+TOKENS_ONLY = LoRA(targets=None, tokens=(7, 2))
+RULES = LoRA(
+    3,
+    6.0,
+    "(en|de)coder/.*",
+    rules=(LoRARule(".*/query/kernel", 2), LoRARule("decoder/.*/(query|wo)/kernel", alpha=1.0)),
+    rank_stabilized=True,
+    whole="encoder/.*/scale|.*/table",
+)
+
+
+def scale_of_rules(path):
+    """Returns the scale of a kernel's update with `RULES`."""
+    if path.endswith("/query/kernel"):
+        return 6.0 / 2**0.5
+    return (1.0 if path.startswith("decoder") and path.endswith("/wo/kernel") else 6.0) / 3**0.5
+
+
+@pytest.mark.parametrize(
+    ("lora", "scale", "trained", "scan"),
+    [
+        (DORA, 2.0, {"lora_a", "lora_b", "lora_magnitude"}, True),
+        (TOKENS_ONLY, 0.0, {"token_entries"}, False),
+        (RULES, scale_of_rules, {"lora_a", "lora_b", "scale", "table"}, False),
+    ],
+    ids=["dora", "tokens", "rules"],
+)
+def test_all_kinds_of_updates_are_trained_saved_and_continued(
+    source, tmp_path, lora, scale, trained, scan
+):
+    directory, recipe = source
+    model = scanned(recipe.model) if scan else recipe.model
+    recipe = adapting(recipe, directory, lora, model=model, steps=4, save_every=2, keep_latest=9)
+    trainer = Trainer(recipe, jax.devices()[:1])
+    trainer.read_base(lambda _: None)
+    before = jax.device_get(trainer.base)
+    close(trainer.averaged_variables(trainer.init()), before, atol=1e-6)
+
+    end = train(tmp_path / "whole", recipe)
+    save_run(recipe, tmp_path / "whole")
+    flat = traverse_util.flatten_dict(jax.device_get(end.params))
+    assert {keys[-1] for keys in flat} == trained
+    began = traverse_util.flatten_dict(jax.device_get(trainer.init().params))
+    assert all((x != began[keys]).any() for keys, x in flat.items())
+    # A run that stops in between must end with the same parameters.
+    train(tmp_path / "parts", replace(recipe, training=replace(recipe.training, steps=2)))
+    save_run(recipe, tmp_path / "parts")
+    jax.tree.map(
+        np.testing.assert_array_equal, train(tmp_path / "parts", recipe).params, end.params
+    )
+
+    def looped(params):
+        """Returns parameters in the layout of looped layers."""
+        return unroll_variables(model, {"params": params})["params"]
+
+    params = looped(jax.device_get(end.params))
+    expected = merged(looped(before["params"]), params, scale, lora.tokens)
+    _, found = restore_run(tmp_path / "whole")
+    close(looped(found["params"]), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "split"),
+    [
+        ((5, 4), ("embed", "mlp"), 1),
+        ((5, 2, 3), ("embed", "heads", "kv"), 1),
+        ((2, 3, 5), ("heads", "kv", "embed"), 2),
+        ((2, 5, 2, 3), ("layers", "embed", "heads", "kv"), 2),
+        ((2, 2, 3, 5), ("layers", "heads", "kv", "embed"), 3),
+    ],
+)
+def test_gradients_of_dora_treat_the_norm_as_a_constant(shape, axes, split):
+    """The gradients are those of Liu et al. (2024), section 4.3, for every kind of kernel."""
+    kernel = jax.ShapeDtypeStruct(shape, np.float32)
+    update = LowRankUpdate(kernel, axes, rank=2, scale=1.5, has_magnitude=True)
+    rng = np.random.default_rng(0)
+    w, g = (rng.normal(size=shape).astype("f") for _ in range(2))
+    arrays = {
+        leaf: rng.normal(size=x.shape).astype("f") for leaf, (x, _) in update.abstract().items()
+    }
+    found = jax.grad(lambda arrays: (update.apply(w, arrays) * g).sum())(arrays)
+
+    first = int(axes[0] == "layers")
+    layers = range(shape[0]) if first else [...]
+    inputs = int(np.prod(shape[first:split]))
+    for layer in layers:
+        a = arrays["lora_a"][layer].reshape(inputs, 2).astype(np.float64)
+        b = arrays["lora_b"][layer].reshape(2, -1).astype(np.float64)
+        m = arrays["lora_magnitude"][layer].reshape(-1)
+        v = w[layer].reshape(inputs, -1) + 1.5 * a @ b
+        gradient = g[layer].reshape(inputs, -1)
+        norm = np.sqrt((v**2).sum(axis=0))
+        expected = {
+            "lora_a": 1.5 * (gradient * m / norm) @ b.T,
+            "lora_b": 1.5 * a.T @ (gradient * m / norm),
+            "lora_magnitude": (gradient * v).sum(axis=0) / norm,
+        }
+        for leaf, x in expected.items():
+            np.testing.assert_allclose(found[leaf][layer].reshape(x.shape), x, rtol=1e-4, atol=1e-4)
+
+
+def test_an_output_without_weights_stays_zero():
+    kernel = jax.ShapeDtypeStruct((3, 2), np.float32)
+    update = LowRankUpdate(kernel, ("embed", "mlp"), rank=1, scale=1.0, has_magnitude=True)
+    w = np.array([[1, 0], [2, 0], [3, 0]], "f")
+    arrays = update.init(dict.fromkeys(update.leaves, jax.random.key(0)), w)
+    np.testing.assert_allclose(update.apply(w, arrays), w, rtol=1e-6)
 
 
 def test_new_parameters_are_trained_whole_and_saved(source, tmp_path):
@@ -315,6 +442,37 @@ def test_targets_that_fit_nothing_are_named():
         training = replace(recipe.training, adapters=LoRA(targets=targets))
         with pytest.raises(ValueError, match=message):
             Trainer(replace(recipe, model=model, training=training))
+    rank_of_a_layer = (LoRARule("encoder/layers_0/.*", 2),)
+    for model, lora, message in (
+        (
+            recipe.model,
+            LoRA(embeddings="embeding"),
+            "embeddings: 'embeding' matches no embedding, ",
+        ),
+        (recipe.model, LoRA(whole=".*/bias"), r"whole: '\.\*/bias' matches no parameter"),
+        (
+            recipe.model,
+            LoRA(tokens=(3,), token_arrays="x"),
+            "token_arrays: 'x' matches no embedding",
+        ),
+        (
+            recipe.model,
+            LoRA(tokens=(3, VOCAB)),
+            f"contains {VOCAB}, but embedding has only the tok",
+        ),
+        (recipe.model, LoRA(targets=".*", tokens=(3,)), "logits_kernel would have both a low-rank"),
+        (recipe.model, LoRA(rules=(LoRARule(".*/wi/.*"),)), "rules: .* matches no parameter"),
+        (recipe.model, LoRA(targets=None), "trains nothing. Set targets, embeddings, tokens or"),
+        (
+            recipe.model,
+            LoRA(targets=None, tokens=(3,), rules=rank_of_a_layer),
+            "rules have no effect, because there are no low-rank updates",
+        ),
+        (scan, LoRA(rules=rank_of_a_layer), "encoder/layers_1/.* different ranks or scales, but"),
+    ):
+        training = replace(recipe.training, adapters=lora)
+        with pytest.raises(ValueError, match=message):
+            Trainer(replace(recipe, model=model, training=training))
     rules = (InitRule("encoder/layers_0/.*", "fresh"),)
     training = replace(recipe.training, adapters=LoRA())
     with pytest.raises(
@@ -325,3 +483,5 @@ def test_targets_that_fit_nothing_are_named():
         ValueError, match=r"training\.adapters: '\(' is not a valid regular expression"
     ):
         LoRA(targets="(")
+    with pytest.raises(ValueError, match=r"tokens contains 4 twice\. Give every token id once"):
+        LoRA(tokens=(4, 5, 4))

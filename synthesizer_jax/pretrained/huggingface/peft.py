@@ -20,8 +20,9 @@ from synthesizer_jax.base.files import describing, storage_path
 from synthesizer_jax.base.registry import format_value
 from synthesizer_jax.checkpoints.streamed import Part, Unread
 from synthesizer_jax.models import Encoder, EncoderDecoder
-from synthesizer_jax.models.adapters import LORA_A, LORA_B, Adapted
+from synthesizer_jax.models.adapters import Adapted
 from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.models.updates import LORA_A, LORA_B
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface import t5gemma
 from synthesizer_jax.pretrained.huggingface.config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
