@@ -12,7 +12,7 @@ from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.alignments.rotary import LinearScaling, YaRN, rotate
 from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.base.registry import register
-from synthesizer_jax.base.typing import Length, Positive, Share
+from synthesizer_jax.base.typing import Length, Positive, PyTree, Share
 from synthesizer_jax.primitives.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.primitives.norms import LayerNorm, RMSNorm
 
@@ -54,6 +54,19 @@ class DotProduct(Alignment):
     query_init: Initializer = FanIn()
     key_init: Initializer = FanIn()
     linear_in = ("key_norm", "key")
+
+    def scale_logits(self, params: PyTree, factor: float) -> PyTree:
+        """Returns a copy of the parameters, scaled so that all logits are multiplied by a factor.
+
+        See `Alignment.scale_logits`.
+        """
+        scaled = super().scale_logits(params, factor)
+        offset = getattr(self.normalize_qk, "offset", 0.0)
+        if not offset:
+            return scaled
+        # The norm multiplies keys by ``offset + scale``, so the offset must be scaled, too.
+        added = (factor - 1.0) * offset
+        return {**scaled, "key_norm": jax.tree.map(lambda x: x + added, scaled["key_norm"])}
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

@@ -49,6 +49,12 @@ class Unread:
         """Returns an `Unread` for an array that is already in memory."""
         return cls(np.shape(x), lambda part: np.asarray(x)[part], np.dtype(jnp.result_type(x)))
 
+    def __add__(self, summand: float) -> Unread:
+        """Returns the array plus a number. The result is also an array that is not read yet."""
+        return dataclasses.replace(
+            self, stored=lambda part: self.read(part=part) + self.dtype.type(summand)
+        )
+
     def __mul__(self, factor: float) -> Unread:
         """Returns the array times a number. The result is also an array that is not read yet."""
         return dataclasses.replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments import Mixture
+from synthesizer_jax.alignments import Alignment, Mixture
 from synthesizer_jax.attention import Span
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import PyTree
@@ -52,8 +52,15 @@ def with_variants(
                 f"--{stack} is {name!r}, but there is no such variant"
                 f"{did_you_mean(name, VARIANTS) or '.'} Use one of {', '.join(VARIANTS)}."
             )
-        alignment = VARIANTS[name](self_attention(model, (stack, 0)).alignment, max_length)
-        replacements.append(Replacement(alignment, place=stack))  # type: ignore[arg-type]
+        # Layers may have different alignments, such as rotary positions with different bases.
+        layers: dict[Alignment, list[int]] = {}
+        for i in range(stacks_of(model)[stack].num_layers):
+            layers.setdefault(self_attention(model, (stack, i)).alignment, []).append(i)
+        for own, indices in layers.items():
+            alignment = VARIANTS[name](own, max_length)
+            replacements.append(
+                Replacement(alignment, place=stack, layers=tuple(indices))  # type: ignore[arg-type]
+            )
     return student_model(model, tuple(replacements))
 
 

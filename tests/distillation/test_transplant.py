@@ -12,8 +12,8 @@ import pytest
 
 import synthesizer_jax as sj
 from synthesizer_jax.distillation.replacement import STACKS, Replacement, student_model
-from synthesizer_jax.distillation.transplant import start_as
-from synthesizer_jax.models import Size, stack_layers, stacks_of, t5, unroll
+from synthesizer_jax.distillation.transplant import start_as, with_variants
+from synthesizer_jax.models import RMSNorm, Size, stack_layers, stacks_of, t5, unroll
 from synthesizer_jax.models.zoo import VARIANTS, dot_product
 
 N = 8
@@ -101,3 +101,15 @@ def test_a_mixture_starts_as_the_teacher_and_all_its_parts_learn(variables, name
 def test_what_cannot_start_as_the_teacher_is_an_error(variables, kind, message):
     with pytest.raises(ValueError, match=message):
         start_as(TEACHER, student_model(TEACHER, (Replacement(kind),)), variables["params"])
+
+
+def test_each_layer_keeps_its_own_alignment():
+    own = [sj.DotProduct(normalize_qk=RMSNorm(offset=1.0), rotary_base=base) for base in (9.0, 2.0)]
+    replacements = (Replacement(dot, layers=(i,)) for i, dot in enumerate(own))
+    teacher = student_model(TEACHER, tuple(replacements))
+    student = with_variants(teacher, encoder="rv", decoder=None, max_length=N)
+    variables = jax.jit(teacher.init)(jax.random.key(0), INPUTS, TARGETS)
+    params = start_as(teacher, student, variables["params"])
+    found = jax.jit(student.apply)({"params": params}, INPUTS, TARGETS)
+    expected = jax.jit(teacher.apply)(variables, INPUTS, TARGETS)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
