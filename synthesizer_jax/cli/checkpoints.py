@@ -91,6 +91,10 @@ def export(
     inputs_length: Count | None = None,
     max_length: Count | None = None,
     beams: Count = 1,
+    name: str | None = None,
+    license: str | None = None,
+    language: str | None = None,
+    base_model: str | None = None,
     imports: Imports = None,
 ) -> None:
     """Export the model of a run for another library, or as programs that run without this package.
@@ -105,7 +109,11 @@ def export(
     the model was trained only on texts without inputs, its programs continue
     texts.
 
-    Example: synthesizer-jax export runs/flan flan-finetuned
+    Except for T5X, the new directory contains a README.md, which the Hugging
+    Face hub shows as the page of the model. The page contains the scores if the
+    exported step was evaluated.
+
+    Example: synthesizer-jax export runs/flan flan-finetuned --license apache-2.0
 
     Example: synthesizer-jax export runs/rv rv-programs --to stablehlo --max-length 32
 
@@ -121,11 +129,24 @@ def export(
       max_length: for stablehlo, the maximum number of tokens of a target. The default is the length
         in training.
       beams: for stablehlo, the number of beams. With one beam, decoding is greedy.
+      name: for the page, the OWNER/NAME that the model will have on the hub. The default is the
+        name of the new directory.
+      license: for the page, the hub's name of the license, such as apache-2.0. The default is the
+        license on the page of the converted model, if it is known.
+      language: for the page, codes of languages, such as en or de,fr. The default is the languages
+        on the page of the converted model, or else those of the tasks.
+      base_model: for the page, the OWNER/NAME of the model from which the run started. The default
+        is known if the model was converted from the hub by its name.
     """
+    from synthesizer_jax.pretrained.card_facts import Details
     from synthesizer_jax.pretrained.export import export_run
+    from synthesizer_jax.pretrained.huggingface.card import read_card
+    from synthesizer_jax.pretrained.huggingface.config import ADAPTER_CONFIG, CARD
     from synthesizer_jax.runs import code
     from synthesizer_jax.runs.progress import show_phases
 
+    languages = tuple(language.replace(" ", "").split(",")) if language is not None else ()
+    details = Details(name, license, languages, base_model)
     code.load_user_code(imports or ())
     with show_phases() as phase:
         export_run(
@@ -136,9 +157,22 @@ def export(
             inputs_length=inputs_length,
             max_length=max_length,
             beams=beams,
+            details=details,
             phase=phase,
         )
     typer.echo(f"{directory} holds the {'adapters' if to == 'peft' else 'model'} of {run}")
+    fields, _ = read_card(directory)
+    if to == "peft" and "base_model" not in fields:
+        typer.echo(
+            f"{directory / ADAPTER_CONFIG} names no base model. Write the folder of the base, or "
+            "its OWNER/NAME on the hub, as base_model_name_or_path. With --base-model OWNER/NAME, "
+            "export does this."
+        )
+    if fields and "license" not in fields:
+        typer.echo(
+            f"{directory / CARD} names no license, because none is known. Before you upload the "
+            "folder, add a line such as 'license: apache-2.0' after the first line of the file."
+        )
 
 
 def average(

@@ -7,6 +7,7 @@ derive an `Architecture` from a model, which raises an error if the model is not
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -41,12 +42,15 @@ class Pretrained(NamedTuple):
       vocabulary: the vocabulary, or `None` if the checkpoint has no supported vocabulary.
       origin: the path of the checkpoint, or ``OWNER/NAME@COMMIT`` for a model of the Hugging Face
         Hub.
+      folder: the folder or file from which the checkpoint is read, or `None` if it is not opened
+        yet.
     """
 
     model: EncoderDecoder | Encoder
     params: PyTree
     vocabulary: Bytes | SentencePiece | None
     origin: str = ""
+    folder: pathlib.Path | None = None
 
 
 REMEDY = (

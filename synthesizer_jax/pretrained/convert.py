@@ -19,6 +19,7 @@ from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.card import read_source_of
 from synthesizer_jax.pretrained.huggingface.folder import model_of
 from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.runs import code
@@ -26,6 +27,7 @@ from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.saved import find_checkpoint, is_run
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import read_recorded, save_run
+from synthesizer_jax.training.source import Source, read_source, write_source
 
 
 def convert_checkpoint(
@@ -46,7 +48,8 @@ def convert_checkpoint(
     source is a msgpack file or a run, it is read into memory completely. From all other sources, at
     most two parameters are in memory at a time. The directory is created only when all of its files
     are complete. The file ``events.jsonl`` of the run contains the event ``converted``, which names
-    the source. If the source is a model from the hub, the event also names the commit.
+    the source. If the source is a model from the hub, the event also names the commit. The file
+    ``source.json`` contains what a model card says about the source; see `training.source`.
 
     Args:
       source: the checkpoint; see `open_pretrained`. If the source is a run, the new run has the
@@ -88,6 +91,7 @@ def convert_checkpoint(
 
         save_run(experiment, staging)
         add_event(staging, "converted", step=0, text=pretrained.origin)
+        write_source(_source_of(pretrained, source), staging)
         if is_run(source):
             code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
         step = Unread.of(np.int32(0))
@@ -135,6 +139,14 @@ def _experiment(
         model = replace(model, dtype=saved.model.dtype)
         return replace(saved, model=model, vocabulary=vocabulary).starting_from(None)
     return _fine_tuning(model, vocabulary, source=source)
+
+
+def _source_of(pretrained: Pretrained, source: pathlib.Path) -> Source:
+    """Returns what is known about the published model from which a converted run comes."""
+    if is_run(source):
+        return replace(read_source(find_checkpoint(source)[0]), unchanged=False)
+    assert pretrained.folder is not None
+    return read_source_of(pretrained.folder, pretrained.origin)
 
 
 def _check_is_trained(model: TokenModel, source: pathlib.Path) -> None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
-
-import jax
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.messages import Phase, silent_phase
-from synthesizer_jax.base.registry import JSON, replace, to_json
-from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.adapters import Adapted
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.huggingface.config import read_json
+from synthesizer_jax.pretrained.card_facts import (
+    NO_DETAILS,
+    OURS,
+    TRANSFORMERS,
+    Details,
+    Facts,
+)
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.huggingface.peft import write_adapters
-from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
+from synthesizer_jax.pretrained.model_card import write_model_card
 from synthesizer_jax.pretrained.t5x import write_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import restore_run, restore_trained
 from synthesizer_jax.training.run_directory import load_experiment
-from synthesizer_jax.version import __version__
+from synthesizer_jax.training.source import read_source
 
 FORMATS = HUGGING_FACE, PEFT, T5X, SCANNED_T5X, STABLEHLO = (
     "huggingface",
@@ -45,11 +47,15 @@ def export_run(
     inputs_length: int | None = None,
     max_length: int | None = None,
     beams: int = 1,
+    details: Details = NO_DETAILS,
     phase: Phase = silent_phase,
 ) -> None:
     """Writes the model of a run in a format of another library.
 
     The directory is created only when all of its files are complete.
+
+    Folders of transformers and PEFT and directories of StableHLO programs contain a model card,
+    ``README.md``, which is the page of the model on the Hugging Face hub; see `model_card`.
 
     The lengths `inputs_length` and `max_length` are limits of StableHLO programs. By default, they
     are the run's ``inputs_length`` and ``targets_length``. If the model was trained on texts
@@ -72,6 +78,7 @@ def export_run(
         of the lengths above.
       beams: the number of beams with which the StableHLO programs decode. With 1 beam, decoding is
         greedy.
+      details: what the model card says about the model in addition to what the run knows.
       phase: a function that reports progress.
 
     Raises:
@@ -87,11 +94,16 @@ def export_run(
         )
     if to != HUGGING_FACE and dtype != "float32":
         raise ValueError(f"--dtype is only for --to {HUGGING_FACE}. Leave it out.")
+    if details != NO_DETAILS and to in (T5X, SCANNED_T5X):
+        raise ValueError(
+            "--name, --license, --language and --base-model are for the model card, which a "
+            "checkpoint of T5X does not have. Leave them out."
+        )
     source, chosen = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment.vocabulary, source, model=experiment.model)
     if to == PEFT:
-        _export_adapters(experiment, source, directory, step=chosen, phase=phase)
+        _export_adapters(experiment, source, directory, step=chosen, details=details, phase=phase)
         return
     with new_directory(directory) as staging:
         advance = phase(f"reading {run}", 1)
@@ -100,10 +112,7 @@ def export_run(
         model: TokenModel = unroll(experiment.model)
         variables = unroll_variables(experiment.model, saved)
         if to == HUGGING_FACE:
-            results = evaluation_folder(source, step) / RESULTS_FILE
-            metrics = read_json(results) if results.is_file() else None
-            card = model_card(experiment, step, metrics)
-            write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card, phase=phase)
+            write_folder(staging, model, variables, vocabulary, dtype=dtype, phase=phase)
         elif to == STABLEHLO:
             limits = _limits(experiment, inputs_length, max_length, beams)
             continues = not experiment.data.inputs_length
@@ -119,6 +128,11 @@ def export_run(
         else:
             scanned = to == SCANNED_T5X
             write_checkpoint(staging, model, variables, step=step, scanned=scanned, phase=phase)
+        if to in (HUGGING_FACE, STABLEHLO):
+            library = TRANSFORMERS if to == HUGGING_FACE else OURS
+            name = directory.resolve().name
+            facts = Facts(experiment, step, read_source(source), details, name, library)
+            write_model_card(staging, source, facts)
 
 
 def _limits(
@@ -141,6 +155,7 @@ def _export_adapters(
     directory: pathlib.Path,
     *,
     step: int | None,
+    details: Details,
     phase: Phase,
 ) -> None:
     """Writes the run's adapters as a folder of PEFT; see `write_adapters`."""
@@ -153,41 +168,9 @@ def _export_adapters(
         )
     with new_directory(directory) as staging:
         advance = phase(f"exporting the adapters of {source}", 1)
-        _, trained = restore_trained(source, experiment.trainable, step=step)
-        write_adapters(staging, adapted, unroll_variables(model, trained))
+        step, trained = restore_trained(source, experiment.trainable, step=step)
+        published = read_source(source)
+        facts = Facts(experiment, step, published, details, directory.resolve().name, PEFT)
+        write_adapters(staging, adapted, unroll_variables(model, trained), base=facts.base)
+        write_model_card(staging, source, facts)
         advance(1)
-
-
-def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
-    """Returns the text of a model card.
-
-    The card contains the recipe, a description of the data, the results if `metrics` are given, and
-    the versions of the libraries.
-    """
-    kind = "A T5Gemma" if is_t5gemma(experiment.model) else "A T5"
-    sections = [
-        "---\nlibrary_name: transformers\ntags: [t5, synthesizer_jax]\n---",
-        f"# {kind} after {step:,} steps of training" if step else f"# {kind}, converted",
-        f"Written by synthesizer_jax {__version__} with jax {jax.__version__}.",
-    ]
-    if step:
-        data = experiment.data
-        sections.append(
-            f"Trained on the mixture {_fenced(data.mixture)}, with {data.batch_size} examples of "
-            f"up to {data.inputs_length} and {data.targets_length} tokens a step."
-        )
-    if metrics:
-        sections += ["## Results", _fenced(metrics)]
-    if step:
-        recipe = _fenced(to_json(replace(experiment, init_from=None)))
-        sections += ["<details><summary>Recipe</summary>", recipe, "</details>"]
-    return "\n\n".join(sections) + "\n"
-
-
-def _fenced(data: JSON) -> str:
-    """Returns JSON as Markdown code.
-
-    Backticks in the JSON are escaped, because a backtick could end the code block.
-    """
-    text = json.dumps(data, indent=1).replace("`", "\\u0060")
-    return f"```json\n{text}\n```" if "\n" in text else f"`{text}`"

@@ -93,7 +93,9 @@ def open_pretrained(
             phase=phase,
         ) as pretrained:
             base = pretrained.origin
-            yield with_adapters(source, pretrained)._replace(origin=f"{origin}, adapters of {base}")
+            yield with_adapters(source, pretrained)._replace(
+                origin=f"{origin}, adapters of {base}", folder=source
+            )
         return
 
     if encoder_only and (is_run(source) or is_of_t5x):
@@ -105,12 +107,12 @@ def open_pretrained(
     if is_run(source):
         pretrained = _open_run(source)
         advance(1)
-        yield pretrained._replace(origin=origin)
+        yield pretrained._replace(origin=origin, folder=source)
         return
     if is_of_t5x:
         pretrained = open_checkpoint(source)
         advance(1)
-        yield pretrained._replace(origin=origin)
+        yield pretrained._replace(origin=origin, folder=source)
         return
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -126,7 +128,7 @@ def open_pretrained(
             )
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
         advance(1)
-        yield pretrained._replace(vocabulary=found, origin=origin)
+        yield pretrained._replace(vocabulary=found, origin=origin, folder=source)
 
 
 def _check_file(path: pathlib.Path) -> None:

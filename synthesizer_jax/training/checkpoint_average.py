@@ -10,12 +10,14 @@ import numpy as np
 
 from synthesizer_jax.base.files import new_directory
 from synthesizer_jax.base.messages import Phase, silent_phase
+from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.initial_parameters import restore_run
 from synthesizer_jax.training.run_directory import load_experiment, save_run, with_vocabulary_path
+from synthesizer_jax.training.source import read_source, write_source
 
 
 def average_checkpoints(
@@ -78,6 +80,7 @@ def average_checkpoints(
 
         save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
+        write_source(replace(read_source(source), unchanged=False), staging)
         state = {
             "step": np.int32(steps[-1]),
             "params": mean,

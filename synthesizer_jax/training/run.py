@@ -35,6 +35,7 @@ from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.first_state import initializer_of
 from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.source import find_source, write_source
 from synthesizer_jax.training.step import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
@@ -110,6 +111,7 @@ def run(
             experiment = run_directory.find_vocabulary(experiment, data_path)
             experiment = run_directory.find_base(experiment, directory)
             run_directory.check_same_run(experiment, directory)
+            source = find_source(experiment, directory)
             if trainer is None:
                 trainer = Trainer(experiment)
             # Preparation may take hours, so everything else that can be wrong is checked first.
@@ -133,10 +135,11 @@ def run(
             stack.enter_context(lock_directory(directory))
 
         def save_run() -> None:
-            """Records the experiment and the user's code, before anything else is written."""
+            """Records what defines the run, before anything else is written."""
             if first:
                 code.record_code(directory, user_code)
                 run_directory.save_run(experiment, directory)
+                write_source(source, directory)
 
         state = train(
             trainer,

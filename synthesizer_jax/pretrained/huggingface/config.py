@@ -13,6 +13,7 @@ from synthesizer_jax.base.registry import check_types, format_value
 from synthesizer_jax.base.typing import Choices, Length, Range, Rate
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
 
+CARD = "README.md"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -42,9 +42,6 @@ from synthesizer_jax.primitives.parameters import Variables
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """Maps the names of dtypes to the dtypes in which tensors can be written."""
 
-CARD = "README.md"
-"""The file name of the model card."""
-
 
 class Kind(NamedTuple):
     """Describes how transformers stores a model.
@@ -81,7 +78,6 @@ def write_folder(
     vocabulary: Vocabulary | None,
     *,
     dtype: str = "float32",
-    card: str = "",
     phase: Phase = silent_phase,
 ) -> None:
     """Writes a model to an empty directory as a folder of transformers.
@@ -95,7 +91,6 @@ def write_folder(
       vocabulary: the vocabulary, which is written as a tokenizer. If the vocabulary is `None`, no
         tokenizer is written.
       dtype: the name of the tensors' dtype, which is a key of `DTYPES`.
-      card: the text of the model card. If the text is empty, no card is written.
       phase: a function that reports progress.
 
     Raises:
@@ -127,8 +122,6 @@ def write_folder(
 
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary, model.ids)
-    if card:
-        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:

@@ -11,6 +11,7 @@ from synthesizer_jax.base.messages import one_line_error
 from synthesizer_jax.pretrained.huggingface.config import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
+    CARD,
     CONFIG,
     GENERATION_CONFIG,
 )
@@ -26,6 +27,7 @@ from synthesizer_jax.pretrained.huggingface.tokenizer import (
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS, with_variant
 
 FILES = (
+    CARD,
     CONFIG,
     GENERATION_CONFIG,
     SAFETENSORS,

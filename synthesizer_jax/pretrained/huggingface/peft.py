@@ -55,7 +55,6 @@ _TORCH_TENSORS = "adapter_model.bin"
 _WRITTEN: dict[str, object] = {
     "peft_type": "LORA",
     "task_type": "SEQ_2_SEQ_LM",
-    "base_model_name_or_path": None,
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -390,7 +389,11 @@ def _read_updated(
 
 
 def write_adapters(
-    folder: pathlib.Path, adapted: Adapted[TokenModel], variables: Variables
+    folder: pathlib.Path,
+    adapted: Adapted[TokenModel],
+    variables: Variables,
+    *,
+    base: str | None = None,
 ) -> None:
     """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
@@ -401,6 +404,7 @@ def write_adapters(
       folder: the empty directory.
       adapted: the model with looped layers, and the adapters of the model.
       variables: the variables that the run has trained.
+      base: the name of the base model on the hub, or `None` if it is not known.
 
     Raises:
       ValueError: if the model is not a T5, for example if it is a classifier. The message names a
@@ -440,6 +444,7 @@ def write_adapters(
     if targets == {module for module in named if module.rpartition(".")[2] in leaves}:
         targets = leaves
     config = {
+        "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": adapted.lora.alpha,
         "target_modules": sorted(targets),
