@@ -14,7 +14,7 @@ from synthesizer_jax.pretrained.card_facts import OURS, PEFT, Facts
 from synthesizer_jax.pretrained.huggingface.card import HUB
 from synthesizer_jax.pretrained.huggingface.config import T5GEMMA
 from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
-from synthesizer_jax.tasks import hub_names
+from synthesizer_jax.tasks import hub_names, task_registry
 from synthesizer_jax.version import __version__
 
 _KINDS = {"t5": "a T5", "mt5": "an mT5", "umt5": "a umT5", T5GEMMA: "a T5Gemma"}
@@ -93,7 +93,9 @@ def _has_ranks(lora: LoRA) -> bool:
 
 def _trained_on(facts: Facts) -> str:
     """Returns the data sets on which the model was trained, as part of a sentence."""
-    mixture = f"`{facts.experiment.data.mixture}`"
+    name = facts.experiment.data.mixture
+    kind = "mixture" if name in task_registry.mixture_names() else "task"
+    mixture = f"the {kind} `{name}`"
     configs: dict[str, list[str]] = {}
     for task in facts.tasks:
         data = hub_names.data_of(task)
@@ -104,9 +106,9 @@ def _trained_on(facts: Facts) -> str:
         return mixture
 
     parts = []
-    for name, found in configs.items():
+    for data_set, found in configs.items():
         names = ", ".join(dict.fromkeys(filter(None, found)))
-        link = f"[{name}]({HUB}/datasets/{name})"
+        link = f"[{data_set}]({HUB}/datasets/{data_set})"
         parts.append(f"{link} ({names})" if names else link)
     return " and ".join(parts)
 
