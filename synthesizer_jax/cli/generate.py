@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import pathlib
 import sys
 from typing import Annotated, Any
@@ -105,12 +106,10 @@ def generate(
         )
     if workdir is None:
         # Without --workdir, the first argument is the directory of the run.
-        if not (text and is_run(storage_path(text[0]))):
-            raise ValueError(
-                "generate needs a run. Give its directory before the texts, or as --workdir RUN."
-            )
-        workdir = storage_path(text[0])
-        text = text[1:]
+        first, *text = text or [""]
+        if not (_is_directory(first) and is_run(storage_path(first))):
+            raise ValueError(_explain_missing_run(first))
+        workdir = storage_path(first)
     lines = _read_lines(text, input_file)
 
     run = open_run(workdir, imports)
@@ -177,6 +176,25 @@ def generate(
         typer.echo("".join(written), nl=False)
     else:
         write_atomic(output_file, written)
+
+
+def _explain_missing_run(argument: str) -> str:
+    """Returns an error message for a first argument that is not a run."""
+    problem = "generate needs a run. Give its directory before the texts, or as --workdir RUN."
+    if _is_directory(argument):
+        problem += (
+            f" {argument} is not a run. If it is a published model, 'synthesizer-jax convert "
+            f"{argument} RUN' makes a run from it."
+        )
+    return problem
+
+
+def _is_directory(argument: str) -> bool:
+    """Returns whether an argument, which may be any text, is a directory or a path in a bucket.
+
+    Methods of `pathlib.Path` raise an `OSError` for texts that are too long for a path.
+    """
+    return in_bucket(pathlib.Path(argument)) or os.path.isdir(argument)
 
 
 def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:

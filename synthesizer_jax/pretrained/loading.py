@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,12 +17,13 @@ from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.base.files import storage_path
-from synthesizer_jax.base.registry import check_types, replace
+from synthesizer_jax.base.registry import check_types, format_value, replace
 from synthesizer_jax.base.typing import AUTO, Dtype
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.inference.scoring import encoder_width
+from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel, dtype_of, num_real_tokens
 from synthesizer_jax.pretrained.from_run import open_run
 from synthesizer_jax.primitives.parameters import Variables
@@ -81,7 +83,7 @@ def load(
 
     Raises:
       FileNotFoundError: if there is no model at `path`, or if the model has no vocabulary.
-      TypeError: if `mesh` is not a mesh of devices.
+      TypeError: if `mesh` is not a mesh of devices, or if `path` is not a path.
       ValueError: if the files cannot be read, if the dtype is not supported, or if a parameter's
         size is not divisible by the size of a mesh axis.
     """
@@ -89,6 +91,11 @@ def load(
         raise TypeError(
             f"mesh is {mesh!r}, but it must be a jax.sharding.Mesh. Make one with "
             "sharding.make_mesh, for example make_mesh(MeshShape(fsdp=8)), or with jax.make_mesh."
+        )
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise TypeError(
+            f"path is {path!r}, but it must be the path of a model, or the name of a model on the "
+            "Hugging Face hub, such as google/flan-t5-small."
         )
     dtype_name = None if dtype is None else _check_dtype(dtype)
     source = storage_path(str(path)).expanduser()
@@ -214,6 +221,8 @@ def encode(
       ValueError: if `attend_to_padding` is true but `pad_to` is not given, or if the maximum length
         of inputs leaves no room for tokens.
     """
+    decoding = Decoding(max_length=1)
+    _check_arguments(loaded, texts, decoding)
     width = encoder_width(loaded.model)
     if attend_to_padding and pad_to is None:
         raise ValueError(
@@ -226,7 +235,7 @@ def encode(
     else:
         length = pad_to
         _check_length("pad_to", length, loaded.vocabulary)
-    predictor = _predictor(loaded, texts, length, Decoding(max_length=1))
+    predictor = _predictor(loaded, texts, length, decoding)
     ids = [predictor.encode(text) for text in texts]
 
     # Compute an array ``[length, d_model]`` for each text.
@@ -272,6 +281,32 @@ def _see_real(tokens: jax.Array, *, padding: int) -> Mask:
     )
 
 
+def _check_arguments(loaded: object, texts: object, decoding: object) -> None:
+    """Raises a `TypeError` if an argument of `generate` or `encode` has the wrong type."""
+    if not isinstance(loaded, Loaded):
+        raise TypeError(
+            f"The first argument is {format_value(loaded)}, but it must be a loaded model. Pass "
+            "the result of synthesizer_jax.load."
+        )
+    if isinstance(texts, str):
+        raise TypeError("texts is a single string instead of a sequence of strings. Pass [text].")
+    if not isinstance(texts, Iterable):
+        raise TypeError(
+            f"texts is {format_value(texts)}, but it must be a sequence of strings. Pass [text]."
+        )
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"texts[{i}] is {format_value(text)}, but every text must be a string. Convert it "
+                "with str, or decode its bytes."
+            )
+    if not isinstance(decoding, Decoding):
+        raise TypeError(
+            f"decoding is {format_value(decoding)}, but it must be a Decoding, for example "
+            "Decoding(max_length=64)."
+        )
+
+
 def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
     """Raises a `ValueError` if a length leaves no room for the special tokens around an input."""
     first, last = vocabulary.around_inputs
@@ -287,11 +322,15 @@ def _predictor(
     loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
 ) -> Predictor:
     """Returns a predictor for the texts, which uses the mesh of the sharded variables."""
-    if isinstance(texts, str):
-        raise TypeError("texts is a single string instead of a sequence of strings. Pass [text].")
+    _check_arguments(loaded, texts, decoding)
     model, variables, vocabulary = loaded
     if inputs_length:
         _check_length("inputs_length", inputs_length, vocabulary)
+    elif isinstance(model, EncoderDecoder):
+        raise ValueError(
+            "inputs_length is 0, but the model is an EncoderDecoder, which needs inputs. Use a "
+            "positive number. 0 is for a LanguageModel that continues texts."
+        )
     sharding = jax.tree.leaves(variables)[0].sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return Predictor(

@@ -166,7 +166,12 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
     with reading(path):
         if data[:2] == _GZIP:
             data = gzip.decompress(data)
-        tree = serialization.msgpack_restore(data)
+        try:
+            tree = serialization.msgpack_restore(data)
+        except ValueError as error:
+            raise ValueError(
+                f"it is not a complete msgpack file, such as T5X writes ({error})"
+            ) from error
         if isinstance(tree, dict):
             tree = tree.get("optimizer", tree)
         target = tree.get("target") if isinstance(tree, dict) else None

@@ -272,3 +272,42 @@ def test_constants_and_shared_layers_are_not_converted(tmp_path):
     universal = UniversalStack(recipe.model.encoder.runs)
     with pytest.raises(ValueError, match="The encoder is a UniversalStack"):
         with_variants(model.copy(encoder=universal), encoder="rv", decoder=None, max_length=8)
+
+
+def test_adapters_without_their_configuration_name_the_missing_file(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json, .* Copy or download"):
+        load(tmp_path)
+
+
+def test_wrong_arguments_give_one_sentence(tmp_path):
+    folder = make_folder(tmp_path / "folder", TINY, make_tensors(TINY))
+    loaded = load(folder)
+    with pytest.raises(TypeError, match=r"path is None, but it must be the path of a model"):
+        load(None)
+    with pytest.raises(TypeError, match=r"path is '', but it must be the path of a model"):
+        load("")
+    for function in (generate, encode):
+        with pytest.raises(TypeError, match=r"must be a loaded model\. Pass the result of"):
+            function(str(folder), ["a"])
+        with pytest.raises(TypeError, match=r"texts\[1\] is 3, but every text must be a string"):
+            function(loaded, ["a", 3])
+        with pytest.raises(TypeError, match=r"texts is None, but it must be a sequence"):
+            function(loaded, None)
+    with pytest.raises(TypeError, match=r"decoding is 4, but it must be a Decoding"):
+        generate(loaded, ["a"], decoding=4)
+    with pytest.raises(ValueError, match=r"inputs_length is 0, but the model is an EncoderDecoder"):
+        generate(loaded, ["a"], inputs_length=0)
+
+
+def test_a_folder_of_runs_or_a_published_model_is_told_from_a_run(tmp_path):
+    folder = make_folder(tmp_path / "folder", TINY, make_tensors(TINY))
+    (tmp_path / "runs" / "t5").mkdir(parents=True)
+    (tmp_path / "runs" / "t5" / "experiment.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"Give a run, such as .*runs/t5\."):
+        load(tmp_path / "runs")
+    with pytest.raises(ValueError, match=rf"'synthesizer-jax convert {folder} RUN' makes a run"):
+        call("generate", folder, "a text")
+    # Such a text is too long for the name of a file.
+    with pytest.raises(ValueError, match=r"generate needs a run"):
+        call("generate", "word " * 100)

@@ -260,3 +260,10 @@ def test_a_vocabulary_is_needed_and_has_to_fit(tmp_path):
         convert_checkpoint(tmp_path / "checkpoint_1", tmp_path / "run")
     with pytest.raises(ValueError, match=r"359 ids, but the embedding of .* has only 128 rows"):
         convert_checkpoint(tmp_path / "checkpoint_1", tmp_path / "run", vocabulary=Bytes())
+
+
+@pytest.mark.parametrize("content", [b"a text", serialization.msgpack_serialize({"a": 1})[:-1]])
+def test_a_file_that_is_not_msgpack_is_described(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=r"file cannot be read: it is not a complete msgpack file"):
+        convert_checkpoint(tmp_path / "file", tmp_path / "run")

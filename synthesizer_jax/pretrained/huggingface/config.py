@@ -12,6 +12,7 @@ from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, format_value
 from synthesizer_jax.base.typing import Choices, Length, Range, Rate
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
+from synthesizer_jax.runs.saved import EXPERIMENT_FILE
 
 CARD = "README.md"
 CONFIG = "config.json"
@@ -148,8 +149,16 @@ def read_model_type(folder: pathlib.Path) -> str:
     if not path.is_file():
         named = sorted(str(path.parent) for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
         remedy = "Give a folder that transformers has saved."
-        if named:
+        runs = sorted(str(path.parent) for path in folder.glob(f"*/{EXPERIMENT_FILE}"))
+        if runs:
+            remedy = f"Give a run, such as {runs[0]}."
+        elif named:
             remedy = f"Give {named[0]}, which contains adapters."
+        elif (folder / ADAPTER_TENSORS).is_file():
+            raise FileNotFoundError(
+                f"{folder} contains {ADAPTER_TENSORS}, but no {ADAPTER_CONFIG}, which says how the "
+                "adapters are applied. Copy or download this file, too."
+            )
         raise FileNotFoundError(f"{folder} contains no {CONFIG}. {remedy}")
     found = read_json(path).get("model_type", "t5")
     if found not in (*CLASSES, T5GEMMA):
