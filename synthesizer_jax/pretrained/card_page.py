@@ -9,7 +9,7 @@ import jax
 
 from synthesizer_jax.base.registry import JSON, replace, to_json
 from synthesizer_jax.evaluation.config import RANK
-from synthesizer_jax.models import EncoderDecoder, LoRA
+from synthesizer_jax.models import Encoder, EncoderDecoder, LoRA
 from synthesizer_jax.pretrained.card_facts import OURS, PEFT, Facts
 from synthesizer_jax.pretrained.huggingface.card import HUB
 from synthesizer_jax.pretrained.huggingface.config import T5GEMMA
@@ -120,9 +120,21 @@ def _usage(facts: Facts) -> Iterator[str]:
     if facts.library == OURS:
         yield (
             "The folder contains StableHLO programs and a loader, which needs only jax, NumPy and, "
-            "for SentencePiece vocabularies, sentencepiece. Run this command in the folder:"
+            "for SentencePiece vocabularies, sentencepiece. Run this in the folder:"
         )
-        yield _code("bash", f"python load.py {text}")
+        if not isinstance(facts.experiment.model, Encoder):
+            yield _code("bash", f"python load.py {text}")
+            return
+        yield _code(
+            "python",
+            "import pathlib",
+            "",
+            "from load import Model",
+            "",
+            'model = Model(pathlib.Path("."))',
+            f"inputs = model.tokens([{text}])",
+            'print(model.programs["encode"](model.parameters, inputs))',
+        )
         return
 
     name = f"name = {_quoted(facts.details.name or facts.title)}"

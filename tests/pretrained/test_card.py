@@ -5,6 +5,8 @@ tests/peers/test_card.py compares the cards with what the hub's own library read
 
 import dataclasses
 import json
+import re
+import sys
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluation_folder, write_results
 from synthesizer_jax.models import LoRA
 from synthesizer_jax.optimizers import AdamW
+from synthesizer_jax.pretrained import card_page
 from synthesizer_jax.pretrained.card_facts import Details
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
@@ -27,6 +30,7 @@ from synthesizer_jax.training.source import Source, find_source, read_source, wr
 from synthesizer_jax.training.trainer import Trainer
 from tests.cli.commands import call
 from tests.pretrained.folders import TINY, make_folder, make_tensors
+from tests.training import tiny
 from tests.training.tiny import save
 
 COMMIT = "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab"
@@ -226,6 +230,20 @@ def test_a_card_that_exists_is_not_lost(tmp_path):
         export_run(run, out)
     assert [path.name for path in out.iterdir()] == ["README.md"]
     assert (out / "README.md").read_text() == "my own page"
+
+
+def test_the_code_for_an_exported_encoder_runs(tmp_path, monkeypatch, capsys):
+    model = replace(tiny.encoder(), vocab_size=384)
+    save(tmp_path / "run", tiny.experiment(model))
+    export_run(tmp_path / "run", tmp_path / "out", to="stablehlo", inputs_length=8)
+    fields, text = read_card(tmp_path / "out")
+    assert fields["pipeline_tag"] == "text-classification"
+    monkeypatch.chdir(tmp_path / "out")
+    monkeypatch.syspath_prepend(tmp_path / "out")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    exec(code.replace(card_page._EXAMPLE, "text"), {})
+    del sys.modules["load"]
+    assert capsys.readouterr().out.startswith("[[")
 
 
 def test_the_names_of_tasks_on_the_hub():

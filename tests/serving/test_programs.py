@@ -27,6 +27,7 @@ from synthesizer_jax.models.zoo import language_model as zoo_model
 from synthesizer_jax.pretrained import generate, load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.pretrained.huggingface.card import read_card
 from synthesizer_jax.serving.load import Model
 from synthesizer_jax.serving.programs import (
     LOADER,
@@ -257,6 +258,8 @@ def test_a_model_of_texts_alone_continues_them(tmp_path):
     recipe = tiny.experiment(model, data={"inputs_length": 0, "targets_length": 24})
     tiny.save(tmp_path / "run", recipe)
     export_run(tmp_path / "run", tmp_path / "out", to="stablehlo")
+    fields, text = read_card(tmp_path / "out")
+    assert fields["library_name"] == "synthesizer_jax" and "python load.py" in text
     run = load(tmp_path / "run")
     loaded = Model(tmp_path / "out")
     assert loaded.info["limits"] == {"inputs_length": 12, "targets_length": 12, "beams": 1}
