@@ -29,7 +29,7 @@ from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.source import Source, find_source, read_source, write_source
 from synthesizer_jax.training.trainer import Trainer
 from tests.cli.commands import call
-from tests.pretrained.folders import TINY, make_folder, make_tensors
+from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 from tests.training import tiny
 from tests.training.tiny import save
 
@@ -230,6 +230,18 @@ def test_a_card_that_exists_is_not_lost(tmp_path):
         export_run(run, out)
     assert [path.name for path in out.iterdir()] == ["README.md"]
     assert (out / "README.md").read_text() == "my own page"
+
+
+def test_the_code_fits_the_model(tmp_path):
+    """AutoTokenizer does not know umT5, and transformers' cache expects stacks of equal depth."""
+    config = TINY | FAMILIES["umT5"] | {"num_layers": 1}
+    folder = make_folder(tmp_path / "folder", config, make_tensors(config))
+    convert_checkpoint(folder, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    fields, text = read_card(tmp_path / "out")
+    assert fields["tags"][0] == "umt5" and "This is a umT5, which was converted" in text
+    assert "transformers.ByT5Tokenizer.from_pretrained(name)" in text
+    assert "use_cache=False" in text
 
 
 def test_the_code_for_an_exported_encoder_runs(tmp_path, monkeypatch, capsys):
