@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.attention.masks import Mask, is_concrete, zero_padding
-from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
+from synthesizer_jax.attention.terms import (
+    Banded,
+    LowRank,
+    Outer,
+    Relative,
+    Split,
+    Static,
+    Terms,
+    map_arrays,
+)
 from synthesizer_jax.base.typing import PyTree
 
 Values: TypeAlias = PyTree
@@ -57,6 +66,11 @@ class Cache:
         `cleared` is True, decoding steps do not set them to zero again.
       num_queries: an upper bound on the query positions in cross-attention, or None if no bound is
         known.
+      is_shareable: whether the beams of an example can share a row of a self-attention cache; see
+        the module `beams`.
+      beams: the number of beams that share each row, n. If `beams` is greater than 1, the arrays
+        have ``m · n`` positions, and index ``t · n + i`` belongs to position t and to slot i.
+      sources: ``[b, n, m]`` the slots that hold the past of each beam, or None if `beams` is 1.
     """
 
     keys: tuple[jax.Array, ...]
@@ -67,6 +81,9 @@ class Cache:
     positions_first: bool = dataclasses.field(default=False, metadata={"static": True})
     cleared: bool = dataclasses.field(default=False, metadata={"static": True})
     num_queries: int | None = dataclasses.field(default=None, metadata={"static": True})
+    is_shareable: bool = dataclasses.field(default=False, metadata={"static": True})
+    beams: int = dataclasses.field(default=1, metadata={"static": True})
+    sources: jax.Array | None = None
 
     @property
     def batch(self) -> int:
@@ -75,9 +92,9 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """The number of positions that the arrays hold."""
+        """The number of positions that the cache holds."""
         x: jax.Array = jax.tree.leaves(self.values)[0]
-        return x.shape[self.position_axis(x)]
+        return x.shape[self.position_axis(x)] // self.beams
 
     def position_axis(self, x: jax.Array) -> int:
         """Returns the axis of the positions in an array of the cache."""
@@ -147,6 +164,7 @@ def init_cache(
         keys=tuple(empty(x) for x in _cached_arrays(terms)),
         values=jax.tree.map(empty, values),
         empty_memory=None if memory is None else memory[:, :0],
+        is_shareable=memory is None and not positions_first and _are_shareable(terms),
     )
 
 
@@ -396,6 +414,16 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
         return x
     valid = jnp.reshape(valid, (*jnp.shape(valid), *(1,) * (x.ndim - jnp.ndim(valid))))
     return jnp.where(valid, x, jnp.nan)
+
+
+def _are_shareable(terms: Terms) -> bool:
+    """Returns whether `beams.extend_for_beams` supports all terms of a self-attention layer."""
+    return all(
+        all(map(_are_shareable, term.groups))
+        if isinstance(term, Split)
+        else type(term) in (LowRank, Outer, Relative, Static)
+        for term in terms
+    )
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:

@@ -38,8 +38,8 @@ class _Beams(NamedTuple):
         best first.
       ended_tokens: ``[b, n, m]`` the finished sequences.
       text: ``[b, n]`` the states of `Constraints.stops` for the unfinished sequences.
-      cache: the model's cache. Caches of self-attention have b · n rows. Caches of cross-attention
-        that decoding steps do not change have b rows, because the beams of an example share a row.
+      cache: the model's cache for b · n rows. Where possible, the n beams of an example share a row
+        of the arrays; see `attention.beams` and `LayerCache`.
     """
 
     at: jax.Array
@@ -105,9 +105,9 @@ def beam_search(
     )
     state, _ = search.advance(state, jnp.repeat(logits, n, axis=0))  # [b, vocab] → [b · n, vocab]
 
-    # After the first step, every beam has its own row in the cache.
-    cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
-    state = jax.lax.while_loop(search.is_unfinished, search.step, state._replace(cache=cache))
+    # The first step has one row for each example. All later steps have n rows.
+    state = state._replace(cache=cache.share_among_beams(n))
+    state = jax.lax.while_loop(search.is_unfinished, search.step, state)
     return _best_of(state, constraints, alpha, samples=samples)
 
 
@@ -142,15 +142,11 @@ class _Search(NamedTuple):
 
     def step(self, state: _Beams) -> _Beams:
         """Decodes one position."""
-        b, n, _ = self.shape
-        index = jnp.full((b, n, 1), state.at - 1)
+        index = jnp.full((*state.live.shape, 1), state.at - 1)
         token = jnp.take_along_axis(state.tokens, index, axis=2).reshape(-1)  # [b · n]
         logits, cache = self.decoder.next(token, state.cache)
         state, source = self.advance(state._replace(cache=cache), logits)
-
-        # The rows of the caches are reordered in the same way as the beams.
-        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
-        return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
+        return state._replace(cache=state.cache.reorder_beams(source))
 
     def advance(self, state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
         """Extends all beams by one token.

@@ -25,6 +25,7 @@ from synthesizer_jax.attention import (
     init_cache,
     materialize_logits,
 )
+from synthesizer_jax.attention.beams import extend_for_beams
 from synthesizer_jax.attention.cache import Values, advance_length, fill_invalid
 from synthesizer_jax.attention.routes import ROUTES, check_terms
 from synthesizer_jax.attention.terms import clear_padding
@@ -162,10 +163,20 @@ class AttentionBase(Mixer):
         terms = self._terms(x, attended, values, context)
 
         # From here on, the terms, the values and the mask belong to all tokens in the cache.
+        bias = inputs.bias
+        if cache.beams > 1:
+            terms, values, bias, mask, cache = extend_for_beams(
+                cache, terms, values, bias=bias, mask=mask, at=inputs.position
+            )
+            # The n beams of an example become n queries of one row.
+            queries = x.reshape(cache.batch, cache.beams, x.shape[-1])
+            y = self._attend(queries, terms, values, bias=bias, mask=mask)  # [b, n, heads, e]
+            return self._project_heads(y.reshape(len(x), 1, *y.shape[2:]), x.shape[-1]), cache
+
         terms, values, mask, cache, valid = _extend(
             cache, terms, values, n=x.shape[1], mask=mask, position=inputs.position
         )
-        y = self._attend(x, terms, values, bias=inputs.bias, mask=mask)  # [b, q, heads, e]
+        y = self._attend(x, terms, values, bias=bias, mask=mask)  # [b, q, heads, e]
 
         # If a traced position is invalid, no error can be raised, so the outputs are set to NaN.
         y = fill_invalid(y, valid)

@@ -9,7 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention import Mask, Terms
+from synthesizer_jax.attention import Cache, Mask, Terms
+from synthesizer_jax.attention.beams import can_share, reorder_beams, share_among_beams
 from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Rate
@@ -63,20 +64,65 @@ class LayerCache:
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> LayerCache:
         """Applies a function to all arrays that have an entry for every row of tokens.
 
-        Shared caches of cross-attention do not change. Beam search uses this method to reorder the
-        rows.
+        Shared caches of cross-attention do not change.
         """
+        return self._map_cross(function, _map_arrays(function, self.self_attention))
 
-        def apply(cache: MixerCache) -> MixerCache:
-            """Applies the function to all arrays of a cache except scalars."""
-            return jax.tree.map(lambda x: function(x) if jnp.ndim(x) else x, cache)
+    def share_among_beams(self, beams: int) -> LayerCache:
+        """Returns a cache with `beams` rows of tokens for each example.
 
+        All beams of an example start with the past of the example. In the cache of self-attention,
+        the beams of an example share a row if the cache supports it; see `attention.beams`.
+        """
+        own = self.self_attention
+
+        def repeat(x: jax.Array) -> jax.Array:
+            """Repeats the row of each example."""
+            return jnp.repeat(x, beams, axis=0)
+
+        if _can_share(own):
+            return self._map_cross(repeat, share_among_beams(own, beams))
+        return self.map_rows(repeat)
+
+    def reorder_beams(self, source: jax.Array) -> LayerCache:
+        """Returns the cache after every beam has taken over the past of another beam.
+
+        Args:
+          source: ``[b, n]`` the beam whose past each beam takes over.
+        """
+        own = self.self_attention
+        b, n = source.shape
+        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
+
+        def reorder(x: jax.Array) -> jax.Array:
+            """Copies the row of another beam for each row."""
+            return x[rows]
+
+        if _can_share(own):
+            return self._map_cross(reorder, reorder_beams(own, source))
+        return self.map_rows(reorder)
+
+    def _map_cross(
+        self, function: Callable[[jax.Array], jax.Array], self_attention: MixerCache
+    ) -> LayerCache:
+        """Returns the cache with a new self-attention, and with a function applied to the rest.
+
+        The function is not applied to shared caches of cross-attention.
+        """
         cross = self.cross_attention
-        return dataclasses.replace(
-            self,
-            self_attention=apply(self.self_attention),
-            cross_attention=cross if self.shares_cross else apply(cross),
-        )
+        if not self.shares_cross:
+            cross = _map_arrays(function, cross)
+        return dataclasses.replace(self, self_attention=self_attention, cross_attention=cross)
+
+
+def _map_arrays(function: Callable[[jax.Array], jax.Array], cache: MixerCache) -> MixerCache:
+    """Applies a function to all arrays of a cache except scalars."""
+    return jax.tree.map(lambda x: function(x) if jnp.ndim(x) else x, cache)
+
+
+def _can_share(cache: MixerCache) -> bool:
+    """Returns whether the beams of an example can share a row of a cache of self-attention."""
+    return isinstance(cache, Cache) and can_share(cache)
 
 
 @register

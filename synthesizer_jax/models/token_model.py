@@ -338,6 +338,22 @@ class DecodingCache:
         prefix = None if self.prefix_lengths is None else function(self.prefix_lengths)
         return dataclasses.replace(self, layers=layers, prefix_lengths=prefix)
 
+    def share_among_beams(self, beams: int) -> DecodingCache:
+        """Returns the cache of `beams` rows of targets for each example; see `LayerCache`."""
+        layers = tuple(layer.share_among_beams(beams) for layer in self.layers)
+        repeated = self.map_rows(lambda x: jnp.repeat(x, beams, axis=0))
+        return dataclasses.replace(repeated, layers=layers)
+
+    def reorder_beams(self, source: jax.Array) -> DecodingCache:
+        """Returns the cache after every beam has taken over the past of another beam.
+
+        Args:
+          source: ``[b, n]`` the beam whose past each beam takes over.
+        """
+        layers = tuple(layer.reorder_beams(source) for layer in self.layers)
+        # The beams of an example have the same prefix.
+        return dataclasses.replace(self, layers=layers)
+
 
 class TextToText(TokenModel, kw_only=True):
     """The base class of models that map inputs to targets.
