@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -290,9 +290,10 @@ def _check_arguments(loaded: object, texts: object, decoding: object) -> None:
         )
     if isinstance(texts, str):
         raise TypeError("texts is a single string instead of a sequence of strings. Pass [text].")
-    if not isinstance(texts, Iterable):
+    # A generator is refused, because its texts can be read only once and their number is unknown.
+    if not isinstance(texts, Collection):
         raise TypeError(
-            f"texts is {format_value(texts)}, but it must be a sequence of strings. Pass [text]."
+            f"texts is {format_value(texts)}, but it must be a sequence of strings. Pass a list."
         )
     for i, text in enumerate(texts):
         if not isinstance(text, str):
@@ -308,7 +309,14 @@ def _check_arguments(loaded: object, texts: object, decoding: object) -> None:
 
 
 def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
-    """Raises a `ValueError` if a length leaves no room for the special tokens around an input."""
+    """Raises an error if a length leaves no room for the special tokens around an input.
+
+    Raises:
+      TypeError: if the length is not an integer.
+      ValueError: if the length is too small.
+    """
+    if not isinstance(length, int | np.integer):
+        raise TypeError(f"{name} is {format_value(length)}, but it must be an integer.")
     first, last = vocabulary.around_inputs
     least = max(len(first) + len(last), 1)
     if length < least:

@@ -292,8 +292,11 @@ def test_wrong_arguments_give_one_sentence(tmp_path):
             function(str(folder), ["a"])
         with pytest.raises(TypeError, match=r"texts\[1\] is 3, but every text must be a string"):
             function(loaded, ["a", 3])
-        with pytest.raises(TypeError, match=r"texts is None, but it must be a sequence"):
-            function(loaded, None)
+        for texts in (None, iter(["a"])):
+            with pytest.raises(TypeError, match=r"texts is .*, but it must be a sequence"):
+                function(loaded, texts)
+        with pytest.raises(TypeError, match=r"inputs_length is '8', but it must be an integer"):
+            function(loaded, ["a"], inputs_length="8")
     with pytest.raises(TypeError, match=r"decoding is 4, but it must be a Decoding"):
         generate(loaded, ["a"], decoding=4)
     with pytest.raises(ValueError, match=r"inputs_length is 0, but the model is an EncoderDecoder"):
