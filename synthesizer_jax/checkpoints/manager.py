@@ -305,8 +305,7 @@ def restore_variables(
                 f"{directory} contains no checkpoint yet. Train the model first."
             )
         raise FileNotFoundError(
-            f"{directory} contains no checkpoint of step {step}. Choose one of the steps "
-            f"{str(saved)[1:-1]}."
+            f"{directory} contains no checkpoint of step {step}. {_choose_step(saved)}"
         )
 
     for newer in sorted(set(damaged) & set(saved)):
@@ -353,10 +352,8 @@ def read_newest(
             if not any(s in saved for s in problems):
                 return None, {}, problems
             worst = max(problems)
-            others = ", ".join(str(s) for s in saved if s not in problems)
-            remedy = "Put a good copy in its place."
-            if others:
-                remedy = f"Choose one of the steps {others}."
+            others = [s for s in saved if s not in problems]
+            remedy = _choose_step(others) if others else "Put a good copy in its place."
             raise ValueError(
                 f"The checkpoint {directory / str(worst)} cannot be read ({problems[worst]}). "
                 f"{remedy}"
@@ -425,6 +422,14 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
         return []
     numbered = [path for path in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name)]
     return sorted(int(path.name) for path in numbered if _is_committed(path))
+
+
+def _choose_step(steps: list[int]) -> str:
+    """Returns a sentence that asks the user to choose one of the steps of existing checkpoints."""
+    *others, last = steps
+    if not others:
+        return f"Choose step {last}."
+    return f"Choose one of the steps {', '.join(map(str, others))} and {last}."
 
 
 def _is_committed(checkpoint: pathlib.Path) -> bool:

@@ -172,7 +172,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
     assert "step 2" in shown
     (warning,) = [r.getMessage() for r in caplog.records if "cannot be read" in r.message]
     assert str(run / "checkpoints" / "4") in warning and "Step 2 is used" in warning
-    problem = r"checkpoints/4 cannot be read .*\. Choose one of the steps 2\.$"
+    problem = r"checkpoints/4 cannot be read .*\. Choose step 2\.$"
     with pytest.raises(ValueError, match=problem):
         call(place, f"--step 4 {RTE}", workdir=run)
     shown = call(place, f"--all {RTE}", workdir=run)
@@ -183,7 +183,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
     with pytest.raises(FileNotFoundError, match=r"no checkpoint that can be read \(tried 2, 4\)"):
         call(place, f"--all {RTE}", workdir=run)
     with pytest.raises(
-        FileNotFoundError, match=r"no checkpoint of step 3\. Choose one of the steps 2, 4"
+        FileNotFoundError, match=r"no checkpoint of step 3\. Choose one of the steps 2 and 4"
     ):
         call(place, f"--step 3 {RTE}", workdir=run)
     shutil.rmtree(run / "checkpoints")

@@ -192,7 +192,7 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(
         ),
         (
             "inspect {run}/checkpoints/99",
-            "contains no checkpoint of step 99. Choose one of the steps 4",
+            "contains no checkpoint of step 99. Choose step 4",
         ),
     ],
 )
