@@ -197,8 +197,9 @@ def _one_line_message(error: BaseException) -> str:
     probably repeats the contents of a file. The message of a plain `RuntimeError` or `ImportError`
     is followed by a hint on how to see the traceback, because the message may not say enough.
     """
-    if isinstance(error, ModuleNotFoundError):
-        extra = _extra_of(error.name or "")
+    # An error with a sentence of this package has no name.
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        extra = _extra_of(error.name)
         if extra is not None:
             return f"{error.name} is not installed. Run: pip install 'synthesizer_jax[{extra}]'"
     text = escape_controls(" ".join(str(error).split())) or type(error).__name__
