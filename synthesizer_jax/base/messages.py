@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypeVar
 
@@ -39,6 +42,23 @@ def report_items(items: Iterable[_T], advance: Callable[[int], object]) -> Itera
             advance(count)
             count = 0
     advance(count)
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Context manager that discards what compiled code prints to the standard error.
+
+    Some libraries print messages that cannot be turned off.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -40,8 +40,8 @@ def convert(
         hub, a T5X checkpoint, or a run.
       directory: the directory of the new run.
       revision: the branch, tag or commit of a model on the hub. The default is the main branch.
-      vocabulary: a SentencePiece file, or the word bytes. The default is the vocabulary in the
-        model's folder.
+      vocabulary: a SentencePiece file, a tokenizer.json, or the word bytes. The default is the
+        vocabulary in the model's folder.
       extra_ids: the number of sentinels to add after the pieces of --vocabulary. The default
         depends on the vocabulary, and is 100 for the vocabulary of T5.
       encoder: the new self-attention of the encoder. The new self-attention must be a mixture that
@@ -105,9 +105,9 @@ def export(
 
     StableHLO supports every model. The command writes a directory with programs
     for CPUs, NVIDIA GPUs and TPUs, and with a loader for the programs. The
-    loader needs only jax and, for SentencePiece vocabularies, sentencepiece. If
-    the model was trained only on texts without inputs, its programs continue
-    texts.
+    loader needs only jax and the package of the vocabulary, which is
+    sentencepiece or tokenizers. If the model was trained only on texts without
+    inputs, its programs continue texts.
 
     Except for T5X, the new directory contains a README.md, which the Hugging
     Face hub shows as the page of the model. The page contains the scores if the

@@ -18,6 +18,7 @@ from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.messages import Phase, did_you_mean, end_sentence
 from synthesizer_jax.base.typing import Count, Number, Range
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
+from synthesizer_jax.data.tokenizer_json import AnyVocabulary, Tokenizer, is_tokenizer
 from synthesizer_jax.data.vocabularies import EXTRA_IDS, Bytes, SentencePiece
 
 if TYPE_CHECKING:
@@ -68,10 +69,21 @@ def _show_phases() -> Iterator[Phase]:
         yield phase
 
 
-def _vocabulary(
-    name: str | None, extra_ids: int = EXTRA_IDS, bos: bool = False
-) -> SentencePiece | Bytes:
-    """Returns the vocabulary of a SentencePiece file, or `Bytes` for the name "bytes" or `None`."""
+def _vocabulary(name: str | None, extra_ids: int | None = None, bos: bool = False) -> AnyVocabulary:
+    """Returns the vocabulary in a file, or `Bytes` for the name "bytes" or `None`.
+
+    Raises:
+      ValueError: if `extra_ids` or `bos` is given for a ``tokenizer.json``, which has sentinels and
+        BOS of its own.
+    """
+    if name is not None and is_tokenizer(name):
+        if extra_ids is not None or bos:
+            raise ValueError(
+                f"{name} determines the sentinels and BOS. Leave --extra-ids and --bos out."
+            )
+        return Tokenizer(name)
+    if extra_ids is None:
+        extra_ids = EXTRA_IDS
     if name is None or name == "bytes":
         return Bytes(extra_ids)
     return SentencePiece(name, extra_ids, bos)
@@ -260,7 +272,7 @@ def prepare_tasks(
     mixture: str,
     *,
     vocabulary: str | None = None,
-    extra_ids: Number = EXTRA_IDS,
+    extra_ids: Number | None = None,
     bos: bool = False,
     data_dir: DataDir = None,
     split: list[str] | None = None,
@@ -283,11 +295,12 @@ def prepare_tasks(
 
     Args:
       mixture: the mixture or task to prepare.
-      vocabulary: a SentencePiece model, or the word bytes. The default is bytes. The synthetic
-        mixtures use their own vocabulary by default.
-      extra_ids: the number of sentinels that are added to the vocabulary.
-      bos: begin inputs with BOS, as for CodeT5 and Gemma. With a vocabulary like Gemma's, inputs
-        then do not end with EOS.
+      vocabulary: a SentencePiece model, a tokenizer.json, or the word bytes. The default is bytes.
+        The synthetic mixtures use their own vocabulary by default.
+      extra_ids: the number of sentinels that are added to a SentencePiece model or to bytes. The
+        default is 100.
+      bos: begin inputs with the BOS of a SentencePiece model like Gemma's. Inputs then do not end
+        with EOS.
       split: a split to train on. The default is train. Repeatable.
       evaluation_split: a split to evaluate on. The default is validation. Repeatable.
       inputs_length: the number of input tokens in a row, for tasks whose preprocessing depends on
@@ -376,8 +389,8 @@ def show_task(
     Args:
       task: the name of the task.
       split: the split of the task.
-      vocabulary: the vocabulary that splits texts into tokens, a SentencePiece model or the word
-        bytes. The default is bytes.
+      vocabulary: the vocabulary that splits texts into tokens, a SentencePiece model, a
+        tokenizer.json or the word bytes. The default is bytes.
       rows: the number of rows to show.
       examples: the number of rows whose lengths are measured.
     """

@@ -20,7 +20,7 @@ from synthesizer_jax.base.files import in_bucket
 from synthesizer_jax.base.typing import Count, NotNegative
 from synthesizer_jax.cli.options import DataDir
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "tokenizers")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 

@@ -75,7 +75,8 @@ class ExampleFormat(NamedTuple):
     Attributes:
       inputs_length: the largest number of input tokens, including EOS.
       targets_length: the largest number of target tokens, including EOS.
-      vocab_size: the number of token ids in the vocabulary, including sentinels.
+      vocab_size: the number of token ids in the vocabulary, including sentinels. The first sentinel
+        has the last id. If the vocabulary has other ids after its sentinels, they are not counted.
       ids: the ids of padding and EOS.
     """
 

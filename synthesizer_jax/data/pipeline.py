@@ -201,7 +201,10 @@ class Stream:
     ):
         self.config, self._members = config, dict(members)
         lengths = config.inputs_length, config.targets_length
-        self._form = ExampleFormat(*lengths, vocabulary.vocab_size, ids)
+        size = vocabulary.vocab_size
+        if any(member.objective for member in members.values()):
+            size = vocabulary.first_sentinel + 1
+        self._form = ExampleFormat(*lengths, size, ids)
         self._classes = Classes(config.classes, vocabulary) if config.classes else None
         if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(

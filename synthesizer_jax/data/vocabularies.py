@@ -1,8 +1,8 @@
 """Vocabularies, which convert between text and token ids, and the classes of encoders.
 
-A vocabulary consists of bytes or is read from a SentencePiece file. A vocabulary is also a
-configuration, so it can be saved as JSON. Vocabularies encode and decode like SeqIO's, but need
-neither SeqIO nor TensorFlow.
+A vocabulary consists of bytes, or is read from a SentencePiece file or from a ``tokenizer.json``
+(see `tokenizer_json.Tokenizer`). A vocabulary is also a configuration, so it can be saved as JSON.
+Vocabularies encode and decode like SeqIO's, but need neither SeqIO nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from synthesizer_jax.base.files import absolute, open_atomic, storage_path
 from synthesizer_jax.base.ids import SpecialIds
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from sentencepiece import SentencePieceProcessor
 
-    from synthesizer_jax.data.byte_level import ByteLevel
+    from synthesizer_jax.data.tokenizer_backend import Backend
 
 EXTRA_IDS = 100
 """The number of T5's sentinels.
@@ -36,10 +36,10 @@ vocabulary.
 """
 
 BPE_OF_BYTES = "BPE of bytes"
-"""The name of the normalizer in the file of a byte-level BPE. Only such files have it.
+"""The name of the normalizer in a SentencePiece file that an earlier version made for CodeT5.
 
-No piece contains the name of this normalizer, because pieces are written with ``▁`` instead of a
-space.
+Such a file contains CodeT5's ``tokenizer.json``, which is used to encode and decode. No piece
+contains the name of this normalizer, because pieces are written with ``▁`` instead of a space.
 """
 
 PAD, EOS, UNKNOWN = 0, 1, 2
@@ -140,6 +140,19 @@ class Vocabulary(abc.ABC):
         return [], [self.eos_id]
 
     @property
+    def first_sentinel(self) -> int:
+        """The id of the first sentinel, ``<extra_id_0>``. The next sentinels have the ids below it.
+
+        In T5's vocabulary, the first sentinel has the last id.
+        """
+        return self.vocab_size - 1
+
+    @property
+    def backend(self) -> Backend | None:
+        """The tokenizer of the library ``tokenizers``, or `None` if the library is not used."""
+        return None
+
+    @property
     def digest(self) -> str:
         """A digest of the vocabulary's contents, as 16 hexadecimal digits.
 
@@ -179,7 +192,7 @@ class Bytes(Vocabulary):
         return [_FIRST_BYTE + byte for byte in utf8(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        byte_values = (i - _FIRST_BYTE for i in _until(ids, self.eos_id))
+        byte_values = (i - _FIRST_BYTE for i in until(ids, self.eos_id))
         return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
@@ -195,9 +208,31 @@ _FIRST_BYTE = 3
 """The id of byte 0."""
 
 
+class FileVocabulary(Vocabulary):
+    """A vocabulary that is read from one or more files.
+
+    Attributes:
+      path: the path of the first file, on a disk or in a bucket (``gs://…``).
+      saved_names: the names that the files have in the directory of a run. Only the first file must
+        exist.
+    """
+
+    path: str
+    saved_names: ClassVar[tuple[str, ...]]
+
+    @property
+    def file(self) -> pathlib.Path:
+        """The absolute path of the first file."""
+        return absolute(storage_path(self.path).expanduser())
+
+    @abc.abstractmethod
+    def files(self) -> dict[str, bytes]:
+        """Returns the contents of the files that exist, by their `saved_names`."""
+
+
 @register
 @dataclasses.dataclass(frozen=True)
-class SentencePiece(Vocabulary):
+class SentencePiece(FileVocabulary):
     """A vocabulary in a SentencePiece model file, such as T5's ``spiece.model``.
 
     The file is read when the vocabulary is used for the first time, or by `build`. In T5's file,
@@ -214,6 +249,7 @@ class SentencePiece(Vocabulary):
     path: str
     extra_ids: Number = EXTRA_IDS
     bos: bool = False
+    saved_names = ("vocabulary.model",)
 
     @functools.cached_property
     def processor(self) -> SentencePieceProcessor:
@@ -234,10 +270,8 @@ class SentencePiece(Vocabulary):
             raise ValueError(f"{path} has no BOS. Set vocabulary.bos=false.")
         return processor
 
-    @property
-    def file(self) -> pathlib.Path:
-        """The absolute path of the file."""
-        return absolute(storage_path(self.path).expanduser())
+    def files(self) -> dict[str, bytes]:
+        return {self.saved_names[0]: self.file.read_bytes()}
 
     def build(self) -> Self:
         """Reads the file (see `processor`), and returns the vocabulary."""
@@ -257,16 +291,21 @@ class SentencePiece(Vocabulary):
         """The ids to put before and after the ids of an input."""
         if not self.bos:
             return super().around_inputs
-        return [self.processor.bos_id()], [self.eos_id] if self.byte_level else []
+        return [self.processor.bos_id()], [self.eos_id] if self.backend else []
 
     @functools.cached_property
-    def byte_level(self) -> ByteLevel | None:
-        """The `ByteLevel` of a byte-level BPE such as CodeT5's, or `None` for other files."""
-        if BPE_OF_BYTES.encode() not in self.contents():
+    def backend(self) -> Backend | None:
+        """The tokenizer of a file that an earlier version made for CodeT5; see `BPE_OF_BYTES`."""
+        contents = self.contents()
+        if BPE_OF_BYTES.encode() not in contents:
             return None
-        from synthesizer_jax.data.byte_level import ByteLevel
+        from sentencepiece import sentencepiece_model_pb2
 
-        return ByteLevel(self.processor)
+        from synthesizer_jax.data.tokenizer_backend import TOKENIZER, Backend
+
+        messages: ModuleType = sentencepiece_model_pb2
+        source = messages.ModelProto.FromString(contents).trainer_spec.input[0]
+        return Backend(self.file, {TOKENIZER: source.encode()})
 
     @property
     def digest(self) -> str:
@@ -292,19 +331,21 @@ class SentencePiece(Vocabulary):
           ValueError: see `utf8`.
         """
         utf8(text)
-        if self.byte_level:
-            return self.byte_level.encode(text)
+        if self.backend:
+            return self.backend.encode(text)
         return self.processor.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the pieces before the first EOS. Unknown pieces become ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
-        known = [unknown if i >= size else i for i in _until(ids, self.eos_id)]
-        if self.byte_level:
-            return self.byte_level.decode(known)
+        known = [unknown if i >= size else i for i in until(ids, self.eos_id)]
+        if self.backend:
+            return self.backend.decode(known)
         return self.processor.DecodeIds(known)
 
     def token_bytes(self, size: int, *, first: bool) -> list[bytes]:
+        if self.backend:
+            return self.backend.token_bytes(size, first=first)
         processor = self.processor
 
         def convert(i: int) -> bytes:
@@ -312,8 +353,6 @@ class SentencePiece(Vocabulary):
             if i >= self.vocab_size:
                 i = self.unk_id
             piece = processor.IdToPiece(i)
-            if self.byte_level:
-                return self.byte_level.bytes_of(i)
             # The piece of a single byte is written in hexadecimal, for example `<0x41>`.
             if processor.IsByte(i):
                 return bytes([int(piece[3:5], 16)])
@@ -335,7 +374,7 @@ _REMEDY = (
 """The last sentence of errors about the file of a vocabulary."""
 
 
-def _until(ids: Iterable[int], eos: int) -> list[int]:
+def until(ids: Iterable[int], eos: int) -> list[int]:
     """Returns the ids before the first EOS, as Python integers."""
     values = [int(i) for i in ids]
     return values[: values.index(eos)] if eos in values else values

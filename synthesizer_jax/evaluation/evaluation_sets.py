@@ -111,8 +111,7 @@ class EvaluationSet:
         """
         if self.vocabulary is None or not self.task.sentinel:
             return answer
-        # The first sentinel has the last id of the vocabulary.
-        is_hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
+        is_hidden = not self.vocabulary.decode([self.vocabulary.first_sentinel])
         return SENTINEL + answer if is_hidden else answer
 
     def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
@@ -201,7 +200,7 @@ def load_evaluation_set(
     if is_made:
         assert objective is not None
         form = ExampleFormat(
-            lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size, ids
+            lengths["inputs"], lengths["targets"], prepared.vocabulary.first_sentinel + 1, ids
         )
         made = _made_rows(examples, objective, form, prepared.vocabulary)
         rows = list(itertools.islice(made, max_examples))

@@ -345,7 +345,7 @@ def _count_targets(
     """
     vocabulary = job.prepared.vocabulary
     limit = job.targets_length
-    sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
+    sentinel = [vocabulary.first_sentinel] if task.sentinel else []
     # A hidden target consists of the sentinel, if the task has one, and of the token ids of an
     # empty text or of `UNKNOWN`, with or without EOS.
     texts: list[list[int]] = [[], vocabulary.encode(UNKNOWN)]

@@ -10,15 +10,15 @@ import operator
 import os
 import pathlib
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from etils import epy
 
+from synthesizer_jax.base.messages import silent_stderr
 from synthesizer_jax.data.examples import CHUNK, SIDES
 from synthesizer_jax.data.prepared import Chunk, PreparedTasks, RaggedTokens
-from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
+from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.preprocessors import Row, takes_batches
 from synthesizer_jax.tasks.seqio_tasks import RegisteredTask, seqio_vocabulary
@@ -150,14 +150,14 @@ def encode(texts: tf.data.Dataset, task: Task, vocabulary: Vocabulary) -> tf.dat
     theirs = seqio_vocabulary(vocabulary)
     # In T5's sentinel format, inputs end with the first sentinel, and targets begin with the first
     # sentinel.
-    sentinel = [vocabulary.vocab_size - 1] if task.sentinel else []
+    sentinel = [vocabulary.first_sentinel] if task.sentinel else []
     first, last = vocabulary.around_inputs
     # For inputs and for targets, the ids to put before and after the ids of a text.
     around = {"inputs": (first, [*sentinel, *last]), "targets": (sentinel, [vocabulary.eos_id])}
 
     def encode_side(texts: tf.Tensor, side: str) -> tf.RaggedTensor:
         """Returns the ids of texts, with the ids that `around` puts before and after every text."""
-        if isinstance(vocabulary, SentencePiece):
+        if not isinstance(vocabulary, Bytes):
             ids = theirs.encode_tf(texts)
         else:
             # Every byte has one id. All texts are therefore joined and encoded at once, and the ids
@@ -240,7 +240,8 @@ def import_tensorflow() -> None:
     # the end.
     level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3" if level == "1" else level
-    with _silent_stderr():
+    # The messages are printed before their level can be set.
+    with silent_stderr():
         # Importing SeqIO also imports TensorFlow Text, which prints the messages again.
         importlib.import_module("seqio")
         # If TensorFlow is already initialized, this call fails, and the caller's choice of devices
@@ -248,20 +249,3 @@ def import_tensorflow() -> None:
         with contextlib.suppress(RuntimeError):
             tf.config.set_visible_devices([], "GPU")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = level
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Context manager that discards what C++ code prints while it is imported.
-
-    C++ code prints these messages before their level can be set.
-    """
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)

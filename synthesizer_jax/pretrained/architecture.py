@@ -17,7 +17,7 @@ from synthesizer_jax.alignments import DotProduct, Mixture, RelativeBias
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import to_json
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+from synthesizer_jax.data.tokenizer_json import AnyVocabulary
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
 from synthesizer_jax.models.token_model import TokenModel
@@ -48,7 +48,7 @@ class Pretrained(NamedTuple):
 
     model: EncoderDecoder | Encoder
     params: PyTree
-    vocabulary: Bytes | SentencePiece | None
+    vocabulary: AnyVocabulary | None
     origin: str = ""
     folder: pathlib.Path | None = None
 

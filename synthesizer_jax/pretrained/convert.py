@@ -13,7 +13,8 @@ from synthesizer_jax.base.registry import replace
 from synthesizer_jax.base.typing import AUTO, PyTree
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+from synthesizer_jax.data.tokenizer_json import AnyVocabulary
+from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.distillation.transplant import start_as, with_variants
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
@@ -21,7 +22,7 @@ from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.card import read_source_of
 from synthesizer_jax.pretrained.huggingface.folder import model_of
-from synthesizer_jax.pretrained.opening import open_pretrained
+from synthesizer_jax.pretrained.opening import check_size, open_pretrained
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.saved import find_checkpoint, is_run
@@ -35,7 +36,7 @@ def convert_checkpoint(
     directory: pathlib.Path,
     *,
     revision: str | None = None,
-    vocabulary: Bytes | SentencePiece | None = None,
+    vocabulary: AnyVocabulary | None = None,
     encoder: str | None = None,
     decoder: str | None = None,
     max_length: int = 512,
@@ -111,7 +112,7 @@ def experiment_of(folder: pathlib.Path) -> Experiment:
 
 
 def _experiment(
-    pretrained: Pretrained, source: pathlib.Path, vocabulary: Bytes | SentencePiece | None
+    pretrained: Pretrained, source: pathlib.Path, vocabulary: AnyVocabulary | None
 ) -> Experiment:
     """Returns the experiment of a converted run.
 
@@ -127,13 +128,7 @@ def _experiment(
         )
     _check_is_trained(model, source)
     vocabulary.build().check_ids(model.ids)
-    size = vocabulary.vocab_size
-    if size > model.vocab_size:
-        raise ValueError(
-            f"The vocabulary has {size} ids, but the embedding of {source} has only "
-            f"{model.vocab_size} rows. Give the model's own vocabulary with --vocabulary. If the "
-            "model has no sentinels, add --extra-ids 0."
-        )
+    check_size(vocabulary, model, source=source)
     if is_run(source):
         saved = read_recorded(find_checkpoint(source)[0])
         model = replace(model, dtype=saved.model.dtype)
@@ -159,7 +154,7 @@ def _check_is_trained(model: TokenModel, source: pathlib.Path) -> None:
 
 
 def _fine_tuning(
-    model: TokenModel, vocabulary: Bytes | SentencePiece, *, source: pathlib.Path
+    model: TokenModel, vocabulary: AnyVocabulary, *, source: pathlib.Path
 ) -> Experiment:
     """Returns the experiment that fine-tunes a model like T5, on GLUE.
 

@@ -22,8 +22,9 @@ from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.typing import Dtype, PyTree
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+from synthesizer_jax.data.tokenizer_json import AnyVocabulary
 from synthesizer_jax.models import EncoderDecoder, unroll
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.from_run import open_run
 from synthesizer_jax.pretrained.huggingface.config import CONFIG
@@ -46,7 +47,7 @@ def open_pretrained(
     revision: str | None = None,
     subfolder: str | None = None,
     variant: str | None = None,
-    vocabulary: Bytes | SentencePiece | None = None,
+    vocabulary: AnyVocabulary | None = None,
     compare: bool = True,
     encoder_only: bool = False,
     phase: Phase = silent_phase,
@@ -127,8 +128,25 @@ def open_pretrained(
                 f"0 to {rows - 1}. Correct its config.json."
             )
         found = vocabulary or read_vocabulary(source, pathlib.Path(scratch), ids=ids, rows=rows)
+        if found is not None:
+            check_size(found, pretrained.model, source=source)
         advance(1)
         yield pretrained._replace(vocabulary=found, origin=origin, folder=source)
+
+
+def check_size(vocabulary: AnyVocabulary, model: TokenModel, *, source: pathlib.Path) -> None:
+    """Raises a `ValueError` if a vocabulary has more ids than the embedding of a model has rows.
+
+    The error message names `source`, the checkpoint of the model.
+    """
+    size = vocabulary.build().vocab_size
+    if size > model.vocab_size:
+        raise ValueError(
+            f"The vocabulary has {size} ids, but the embedding of {source} has only "
+            f"{model.vocab_size} rows. If tokens were added, call resize_token_embeddings in "
+            "transformers, and save the model again. Otherwise, give the model's own vocabulary "
+            "with --vocabulary. If the model has no sentinels, add --extra-ids 0."
+        )
 
 
 def _check_file(path: pathlib.Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from synthesizer_jax.base.files import absolute, describing, join
 from synthesizer_jax.base.registry import format_value, from_json, replace
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
+from synthesizer_jax.data.tokenizer_json import AnyVocabulary
+from synthesizer_jax.data.vocabularies import FileVocabulary, Vocabulary
 from synthesizer_jax.models.token_model import TokenModel, resolve_dtype
 from synthesizer_jax.runs import code
 
 EXPERIMENT_FILE = "experiment.json"
-VOCABULARY_FILE = "vocabulary.model"
 REMEDY = "put a good copy in its place"
 
 
@@ -26,7 +26,7 @@ class SavedModel(NamedTuple):
     """
 
     model: TokenModel
-    vocabulary: Bytes | SentencePiece
+    vocabulary: AnyVocabulary
 
 
 def load_model(directory: pathlib.Path) -> SavedModel:
@@ -117,19 +117,19 @@ def find_step(source: pathlib.Path) -> int | None:
 
 
 def with_absolute_path(
-    vocabulary: Bytes | SentencePiece | None, directory: pathlib.Path
-) -> Bytes | SentencePiece | None:
+    vocabulary: AnyVocabulary | None, directory: pathlib.Path
+) -> AnyVocabulary | None:
     """Returns a vocabulary with an absolute path. Relative paths start at `directory`.
 
     Vocabularies without a path are returned unchanged.
     """
-    if not isinstance(vocabulary, SentencePiece):
+    if not isinstance(vocabulary, FileVocabulary):
         return vocabulary
     return replace(vocabulary, path=str(absolute(join(directory, vocabulary.path))))
 
 
 def open_vocabulary(
-    vocabulary: Bytes | SentencePiece | None, directory: pathlib.Path, *, model: TokenModel
+    vocabulary: AnyVocabulary | None, directory: pathlib.Path, *, model: TokenModel
 ) -> Vocabulary:
     """Builds the vocabulary of a run and checks that it fits the model.
 

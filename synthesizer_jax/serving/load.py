@@ -25,7 +25,8 @@ class Model:
       parameters: the parameters of the model by name, on the default device.
       programs: the programs by name, as Python functions. The first argument of every function is
         `parameters`.
-      pieces: the SentencePiece processor, or `None` if tokens are bytes.
+      pieces: the SentencePiece processor, or `None` if there is no SentencePiece model.
+      tokenizer: the tokenizer of the library ``tokenizers``, or `None` if the library is not used.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -41,6 +42,7 @@ class Model:
         self.parameters = {}
         self.programs = {}
         self.pieces = None
+        self.tokenizer = None
 
         for file, checksum in self.info["sha256"].items():
             # The files are memory-mapped instead of read, because the parameters may be large.
@@ -62,6 +64,12 @@ class Model:
         if self.info["vocabulary"] == "sentencepiece":
             library = importlib.import_module("sentencepiece")
             self.pieces = library.SentencePieceProcessor(str(directory / "vocabulary.model"))
+        if self.info["vocabulary"] == "tokenizers":
+            library = importlib.import_module("tokenizers")
+            self.tokenizer = library.Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            self.tokenizer.encode_special_tokens = self.info["splits_special"]
 
     def generate(self, texts: list[str]) -> list[str]:
         """Returns the text that the model generates for each input.
@@ -127,11 +135,13 @@ class Model:
         return np.array(padded, np.int32).reshape(len(rows), n)
 
     def _ids(self, text: str) -> list[int]:
-        """Returns the ids of the pieces or bytes of a text. Byte b has the id b + 3."""
+        """Returns the ids of the tokens or bytes of a text. Byte b has the id b + 3."""
         # `str.encode` raises a `ValueError` if the text contains lone surrogates.
         data = text.encode()
         if self.pieces is not None:
             return list(self.pieces.encode(text))
+        if self.tokenizer is not None:
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         return [byte + 3 for byte in data]
 
     def text(self, ids: list[int]) -> str:
@@ -143,6 +153,9 @@ class Model:
             # The model may have more token ids than the SentencePiece model has pieces.
             unknown = self.pieces.unk_id()
             return str(self.pieces.decode([i if i < len(self.pieces) else unknown for i in ids]))
+        if self.tokenizer is not None:
+            ids = [i for i in ids if i not in self.info["special"]]
+            return str(self.tokenizer.decode(ids, skip_special_tokens=False))
         return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")
 
 

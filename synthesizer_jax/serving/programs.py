@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 from synthesizer_jax.base.messages import Phase, silent_phase
 from synthesizer_jax.base.registry import check_types, fields_of, replace
 from synthesizer_jax.base.typing import Length, PyTree
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
+from synthesizer_jax.data.tokenizer_backend import TOKENIZER
+from synthesizer_jax.data.vocabularies import Bytes, FileVocabulary, SentencePiece, Vocabulary
 from synthesizer_jax.inference import decode, encode_tokens, score_targets
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.models import Encoder, EncoderDecoder, Run, TextToText, unroll
@@ -75,6 +76,7 @@ def write_directory(
     - ``parameters.safetensors``: the parameters, which are the first argument of each program.
     - ``vocabulary.model``: the SentencePiece model with its sentinels, if the vocabulary has a
       SentencePiece model.
+    - ``tokenizer.json``: the tokenizer, if the vocabulary needs the library ``tokenizers``.
     - ``model.json``: a description of the other files, with checksums.
     - ``load.py``: the loader, which runs the programs.
 
@@ -89,8 +91,8 @@ def write_directory(
 
     Raises:
       ValueError: the model has fewer positions than `limits` demands, cannot be exported, or has
-        parameters that are not float32. The error is also raised if the vocabulary is neither bytes
-        nor a SentencePiece model.
+        parameters that are not float32. The error is also raised if the vocabulary has an
+        unknown type.
     """
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():
@@ -99,15 +101,19 @@ def write_directory(
                 f"The parameter {name} is {x.dtype}, but only models whose parameters are float32 "
                 "can be exported."
             )
-    of_bytes = isinstance(vocabulary, SentencePiece) and vocabulary.byte_level
-    if of_bytes or not isinstance(vocabulary, Bytes | SentencePiece):
-        kind = "byte-level BPE" if of_bytes else type(vocabulary).__name__
+    if not isinstance(vocabulary, Bytes | FileVocabulary):
         raise ValueError(
-            f"A vocabulary of the kind {kind} cannot be exported. Use bytes or a SentencePiece "
-            "model, or leave out --to."
+            f"A vocabulary of the kind {type(vocabulary).__name__} cannot be exported. Use bytes "
+            "or the file of a tokenizer, or leave out --to."
         )
-
-    if isinstance(vocabulary, SentencePiece):
+    kind: str = "bytes"
+    special: list[int] = []
+    if vocabulary.backend is not None:
+        kind = "tokenizers"
+        special = sorted(vocabulary.backend.special)
+        (directory / TOKENIZER).write_text(vocabulary.backend.to_json(), encoding="utf-8")
+    elif isinstance(vocabulary, SentencePiece):
+        kind = "sentencepiece"
         (directory / VOCABULARY).write_bytes(vocabulary.contents())
     programs, lengths = export_programs(model, parameters, limits, continues=continues, phase=phase)
     advance = phase(f"writing {PARAMETERS}", 1)
@@ -128,7 +134,9 @@ def write_directory(
         "continues": continues,
         # If the model continues its inputs, neither BOS nor EOS is added to them.
         "around_inputs": ([], []) if continues else vocabulary.around_inputs,
-        "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
+        "vocabulary": kind,
+        "special": special,
+        "splits_special": vocabulary.backend is not None and vocabulary.backend.splits_special,
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(directory.iterdir())

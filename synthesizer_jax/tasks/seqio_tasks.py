@@ -219,27 +219,25 @@ def _adapt_mixture(
 
 def seqio_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
     """Returns a SeqIO vocabulary that encodes texts to the same token ids."""
+    if vocabulary.backend is not None:
+        return _python_vocabulary(vocabulary)
     if isinstance(vocabulary, SentencePiece):
-        kind = _byte_level_vocabulary if vocabulary.byte_level else seqio.SentencePieceVocabulary
-        return kind(str(vocabulary.file), vocabulary.extra_ids)
+        return seqio.SentencePieceVocabulary(str(vocabulary.file), vocabulary.extra_ids)
     assert isinstance(vocabulary, Bytes)
     return seqio.ByteVocabulary(vocabulary.extra_ids)
 
 
-def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
-    """Returns a SeqIO vocabulary for a byte-level BPE, which encodes each text in Python.
+def _python_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
+    """Returns a SeqIO vocabulary that calls the library ``tokenizers`` from Python.
 
-    Python is necessary because TensorFlow Text does not support byte-level BPE.
-
-    Args:
-      path: the path of the SentencePiece model.
-      extra_ids: the number of sentinels to add to the model.
+    TensorFlow has no operation for the tokenizers of this library.
     """
-    vocabulary = SentencePiece(path, extra_ids)
+    backend = vocabulary.backend
+    assert backend is not None
 
     def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the concatenated ids of all texts, and the number of ids of each text."""
-        rows = [vocabulary.encode(text.decode("utf-8", "replace")) for text in texts]
+        rows = backend.encode_batch([text.decode("utf-8", "replace") for text in texts])
         ids = np.array(list(itertools.chain(*rows)), np.int32)
         lengths = np.array(list(map(len, rows)), np.int64)
         return ids, lengths
@@ -249,7 +247,22 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
         texts = [vocabulary.decode(row).encode() for row in ids.reshape(-1, ids.shape[-1]).tolist()]
         return np.array(texts, object).reshape(ids.shape[:-1])
 
-    class ByteLevelVocabulary(seqio.SentencePieceVocabulary):
+    class PythonVocabulary(seqio.Vocabulary):
+        digest = vocabulary.digest
+        bos_id = None
+        eos_id = vocabulary.eos_id
+        unk_id = None if vocabulary.unk_id < 0 else vocabulary.unk_id
+        _base_vocab_size = vocabulary.vocab_size
+
+        @property
+        def vocab_size(self) -> int:
+            # For T5's preprocessors, the last id is the first sentinel. Other tokens may have been
+            # added after it.
+            return vocabulary.first_sentinel + 1
+
+        def __eq__(self, other: object) -> bool:
+            return self.digest == getattr(other, "digest", None)
+
         def _encode(self, s: str) -> list[int]:
             return vocabulary.encode(s)
 
@@ -265,7 +278,7 @@ def _byte_level_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
         def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
             return tf.ensure_shape(tf.numpy_function(decode, [ids], tf.string), ids.shape[:-1])
 
-    return ByteLevelVocabulary(path, extra_ids)
+    return PythonVocabulary()
 
 
 def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:

@@ -21,7 +21,7 @@ from synthesizer_jax.base.typing import (
     Seed,
 )
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+from synthesizer_jax.data.tokenizer_json import AnyVocabulary
 from synthesizer_jax.evaluation.config import RANK, Evaluation
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText, resolve_dtype
 from synthesizer_jax.models.lora import LoRA
@@ -145,8 +145,8 @@ class Experiment:
       data: the mixture of tasks, sequence lengths, batch size and order of the examples.
       training: the number of steps, the optimizer and the loss.
       evaluation: the settings of the evaluation, such as how often the run is evaluated.
-      vocabulary: `Bytes()` or `SentencePiece(path)`. None is only possible for synthetic mixtures,
-        which have their own vocabulary.
+      vocabulary: `Bytes()`, `SentencePiece(path)` or `Tokenizer(path)`. None is only possible for
+        synthetic mixtures, which have their own vocabulary.
       mesh: the shape of the mesh of devices.
       init_from: a run or one of its checkpoints (``RUN`` or ``RUN/checkpoints/STEP``). A new run
         starts from the parameters of this checkpoint. If the run has adapters, the adapters modify
@@ -162,7 +162,7 @@ class Experiment:
     data: DataConfig
     training: Training
     evaluation: Evaluation = Evaluation()
-    vocabulary: Bytes | SentencePiece | None = None
+    vocabulary: AnyVocabulary | None = None
     mesh: MeshShape = MeshShape()
     init_from: Annotated[str, NotEmpty()] | None = None
     init_rules: tuple[InitRule, ...] = ()

@@ -14,7 +14,7 @@ from synthesizer_jax.base.typing import AUTO
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.pipeline import PrefetchedStream
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.data.vocabularies import Bytes, FileVocabulary, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.scoring import (
     evaluation_folder,
@@ -208,8 +208,10 @@ def missing_preparation(
     """
     data, vocabulary = experiment.data, experiment.vocabulary
     assert vocabulary is not None
-    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
-    options = ["--vocabulary", name, "--extra-ids", str(vocabulary.extra_ids)]
+    name = vocabulary.path if isinstance(vocabulary, FileVocabulary) else "bytes"
+    options = ["--vocabulary", name]
+    if isinstance(vocabulary, Bytes | SentencePiece):
+        options += ["--extra-ids", str(vocabulary.extra_ids)]
     if isinstance(vocabulary, SentencePiece) and vocabulary.bos:
         options.append("--bos")
 

@@ -13,11 +13,10 @@ from synthesizer_jax.base.registry import format_value, from_json, replace, to_j
 from synthesizer_jax.base.typing import AUTO
 from synthesizer_jax.checkpoints.contents import checksum_of, read_contents
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.data.vocabularies import FileVocabulary
 from synthesizer_jax.runs.saved import (
     EXPERIMENT_FILE,
     REMEDY,
-    VOCABULARY_FILE,
     find_checkpoint,
     find_step,
     is_run,
@@ -69,22 +68,26 @@ def read_recorded(directory: pathlib.Path) -> Experiment:
 
 
 def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
-    """Writes the experiment and a copy of its vocabulary file into the run directory."""
+    """Writes the experiment and copies of its vocabulary's files into the run directory."""
     vocabulary = experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece):
-        copy = directory / VOCABULARY_FILE
-        given = storage_path(vocabulary.path)
-        if not _has_same_contents(given, copy):
-            write_atomic(copy, given.read_bytes())
-    save_experiment(_with_path(experiment, VOCABULARY_FILE), directory)
+    if isinstance(vocabulary, FileVocabulary):
+        files = vocabulary.files()
+        for name in vocabulary.saved_names:
+            copy = directory / name
+            if name not in files:
+                # Remove a file of an earlier vocabulary, because it would be read too.
+                copy.unlink(missing_ok=True)
+            elif not copy.is_file() or copy.read_bytes() != files[name]:
+                write_atomic(copy, files[name])
+    save_experiment(_with_saved_path(experiment), directory)
 
 
-def _with_path(experiment: Experiment, path: str) -> Experiment:
-    """Returns the experiment with another vocabulary path, if its vocabulary is a file."""
+def _with_saved_path(experiment: Experiment) -> Experiment:
+    """Returns the experiment with the path of its vocabulary's copy in the run directory."""
     vocabulary = experiment.vocabulary
-    if not isinstance(vocabulary, SentencePiece):
+    if not isinstance(vocabulary, FileVocabulary):
         return experiment
-    return replace(experiment, vocabulary=replace(vocabulary, path=path))
+    return replace(experiment, vocabulary=replace(vocabulary, path=vocabulary.saved_names[0]))
 
 
 def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Experiment:
@@ -123,8 +126,9 @@ def find_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experimen
             f"The mixture {experiment.data.mixture!r} has no vocabulary of its own. Give one in "
             "the recipe, such as vocabulary=SentencePiece('spiece.model') or vocabulary=Bytes()."
         )
-    path = storage_path(getattr(vocabulary, "path", "")).expanduser()
-    return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
+    if isinstance(vocabulary, FileVocabulary):
+        vocabulary = replace(vocabulary, path=str(vocabulary.file))
+    return replace(experiment, vocabulary=vocabulary)
 
 
 def has_begun(directory: pathlib.Path) -> bool:
@@ -201,11 +205,6 @@ def find_base(experiment: Experiment, directory: pathlib.Path | None = None) -> 
     return replace(experiment, init_from=str(absolute(checkpoint)), training=training)
 
 
-def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:
-    """Returns whether the file `other` exists and has the same contents as `path`."""
-    return other.is_file() and path.read_bytes() == other.read_bytes()
-
-
 def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
     """Checks that an experiment can be saved, and that it can continue the run in a directory.
 
@@ -216,7 +215,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
       ValueError: the experiment cannot be saved, or the directory holds another run.
     """
     # Converting the experiment to JSON raises an error if the experiment cannot be saved.
-    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))
+    given = _fixed_settings(_with_saved_path(experiment))
     steps = finished_steps(directory / "checkpoints")
     if not (directory / EXPERIMENT_FILE).is_file() or not steps:
         return
@@ -231,13 +230,14 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
             f"synthesizer-jax train {directory} --workdir NEW"
         )
     vocabulary = experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece):
-        source, copy = storage_path(vocabulary.path), directory / VOCABULARY_FILE
-        # The vocabulary of a synthetic mixture may not exist before the data is prepared.
-        if copy.is_file() and source.is_file() and not _has_same_contents(source, copy):
+    # The vocabulary of a synthetic mixture may not exist before the data is prepared.
+    if isinstance(vocabulary, FileVocabulary) and vocabulary.file.is_file():
+        name = vocabulary.saved_names[0]
+        copy = replace(vocabulary, path=str(directory / name))
+        if copy.file.is_file() and copy.files() != vocabulary.files():
             raise ValueError(
-                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}. "
-                "Use a new --workdir, or the old vocabulary to continue the run."
+                f"{directory} holds another run: its {name} is not {vocabulary.path}. Use a new "
+                "--workdir, or the old vocabulary to continue the run."
             )
     saved = _fixed_settings(load_experiment(directory))
     for path in sorted(saved.keys() | given.keys()):

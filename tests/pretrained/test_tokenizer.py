@@ -1,18 +1,30 @@
 """Tests that tokenizers in folders are read as vocabularies, or refused with one sentence."""
 
-import functools
+import builtins
 import json
 import pathlib
+import pickle
+import shutil
+import sys
 
+import numpy as np
 import pytest
+from sentencepiece import sentencepiece_model_pb2
 
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.data.stop_strings import stop_table
-from synthesizer_jax.data.vocabularies import Bytes, train_sentencepiece
+from synthesizer_jax.data.tokenizer_json import Tokenizer
+from synthesizer_jax.data.vocabularies import (
+    BPE_OF_BYTES,
+    Bytes,
+    SentencePiece,
+    train_sentencepiece,
+)
 from synthesizer_jax.pretrained.huggingface import tokenizer
-from synthesizer_jax.serving.programs import write_directory
 from synthesizer_jax.tasks.seqio_tasks import seqio_vocabulary
 from tests.pretrained import gemma
+from tests.pretrained.tokenizers import ADDED as USERS
+from tests.pretrained.tokenizers import KINDS, SENTINELS, random_texts, write_tokenizer
 
 PIECES = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁a", -1.0], ["b", -2.0], ["▁", -3.0]]
 ADDED = [{"id": i, "content": PIECES[i][0]} for i in range(3)] + [
@@ -54,181 +66,345 @@ def test_sentinels_are_added_where_there_are_none(tmp_path):
     assert named(str(with_sentinels)).extra_ids == 0
 
 
-MERGES = (
-    "t h",
-    "th e",
-    "Ġ the",
-    "o n",
-    "' t",
-    "on '",
-    "Ġ 1",
-    "Ġ Ġ",
-    "Ã ©",
-    "é 1",
-    "Ċ Ċ",
-    "<0x0 A>",
-)
 CODET5 = SpecialIds(padding=0, end=2, start=0)
 
 
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with a byte-level BPE tokenizer in two files.
+@pytest.fixture(scope="module", params=KINDS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request) -> pathlib.Path:
+    """A folder with a tokenizer of one kind, to which tokens were added."""
+    path = tmp_path_factory.mktemp("tokenizer") / request.param
+    write_tokenizer(path, request.param)
+    return path
 
-    The tokenizer has one sentinel, and pieces that do not occur in any word.
+
+def test_a_tokenizer_is_read_with_its_added_tokens(folder, tmp_path):
+    vocabulary = tokenizer.read_vocabulary(folder, tmp_path)
+    assert vocabulary == Tokenizer(str(folder / "tokenizer.json"))
+    assert vocabulary.vocab_size == 600 + len(USERS)
+    for i, token in enumerate(USERS, 600):
+        assert vocabulary.encode(f"{token.content} ")[:1] == [i] or token.content == "[NEW]"
+    assert vocabulary.first_sentinel == 599
+    # Sentinels are shown, and other special tokens are not.
+    assert vocabulary.decode([599, 600, vocabulary.eos_id, 599]) == "<extra_id_0>"
+    assert not vocabulary.is_text(600) and vocabulary.is_text(601)
+    assert vocabulary.decode([10_000]) == ""
+    first, last = vocabulary.around_inputs
+    expected = {
+        "LLaMA": ("", "</s>"),
+        "LLaMA, legacy": ("<s>", ""),
+        "T5": ("", "</s>"),
+        "CodeT5": ("<s>", "</s>"),
+        "Gemma": ("<bos>", ""),
+        "WordPiece": ("[CLS]", "[SEP]"),
+    }[folder.name]
+    ids = [[vocabulary.backend.id_of(token)] if token else [] for token in expected]
+    assert [first, last] == ids
+
+
+def test_texts_come_back(folder):
+    """All kinds keep the words of a text, and bytes keep all characters."""
+    vocabulary = Tokenizer(str(folder / "tokenizer.json"))
+    texts = ["a training run", "Ünïcödé, 日本語 😀!"]
+    if folder.name in ("T5", "WordPiece"):
+        texts = ["a training run"]
+    for text in texts:
+        assert vocabulary.decode([*vocabulary.encode(text), vocabulary.eos_id, 9]) == text
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(folder):
+    vocabulary = Tokenizer(str(folder / "tokenizer.json"))
+    size = vocabulary.vocab_size
+    first = vocabulary.token_bytes(size + 3, first=True)
+    later = vocabulary.token_bytes(size + 3, first=False)
+    assert later[size:] == [b""] * 3
+    for text in ("a training run", "the loss, the loss", "naïve <extra_id_0> é"):
+        ids = vocabulary.encode(text)
+        found = first[ids[0]] + b"".join(later[i] for i in ids[1:])
+        assert found.decode("utf-8", "replace") == vocabulary.decode(ids)
+    table = stop_table(vocabulary, ["ing"], size)
+    state = 0
+    for i in vocabulary.encode("a training"):
+        state = table[state, i]
+    assert state == len(table) - 1
+
+
+def test_seqio_gives_texts_the_same_ids(folder):
+    vocabulary = Tokenizer(str(folder / "tokenizer.json"))
+    theirs = seqio_vocabulary(vocabulary)
+    assert theirs == seqio_vocabulary(vocabulary) and theirs.vocab_size == 600
+    texts = ["", "a  b", *random_texts(20)]
+    expected = [vocabulary.encode(text) for text in texts]
+    assert theirs.encode_tf(texts).to_list() == expected == list(map(theirs.encode, texts))
+    assert theirs.encode_tf(texts[3]).numpy().tolist() == expected[3]
+    padded = theirs.encode_tf(texts[:2]).to_tensor()
+    found = [x.decode() for x in theirs.decode_tf(padded).numpy()]
+    assert found == list(map(vocabulary.decode, padded.numpy().tolist()))
+
+
+def test_the_digest_depends_on_the_ids_and_not_on_the_path(tmp_path):
+    digests = set()
+    for kind in KINDS:
+        write_tokenizer(tmp_path / kind, kind)
+        vocabulary = Tokenizer(str(tmp_path / kind / "tokenizer.json")).build()
+        digests.add(vocabulary.digest)
+        # Worker processes read the files again.
+        assert pickle.loads(pickle.dumps(vocabulary)).digest == vocabulary.digest
+    shutil.copytree(tmp_path / "T5", tmp_path / "copy")
+    assert len(digests) == len(KINDS)
+    change_json(tmp_path / "copy" / "tokenizer_config.json", model_max_length=512)
+    copy = Tokenizer(str(tmp_path / "copy" / "tokenizer.json"))
+    assert copy.digest in digests
+    change_json(tmp_path / "copy" / "tokenizer_config.json", split_special_tokens=True)
+    split = Tokenizer(str(tmp_path / "copy" / "tokenizer.json"))
+    assert split.digest not in digests
+    assert copy.encode("<sep>") == [600] and 600 not in split.encode("<sep>")
+
+
+def change_json(file: pathlib.Path, **fields: object) -> None:
+    """Changes some fields of a JSON object in a file."""
+    data = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps(data | fields), encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["spiece.model", "tokenizer.model"])
+def test_added_tokens_of_a_sentencepiece_model_need_a_tokenizer_json(tmp_path, kind):
+    """The SentencePiece model is not used if the folder lists other tokens.
+
+    Versions 4 and 5 of transformers list added tokens in different files.
     """
-    folder = tmp_path_factory.mktemp("codet5")
-    # These ranges are from encoder.py of Radford et al.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
-    pieces = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", *sorted(characters)]
-    pieces += [merge.replace(" ", "") for merge in MERGES]
-    (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
-    (folder / "added_tokens.json").write_text(json.dumps({"<extra_id_0>": len(pieces)}))
-    return folder
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    train_sentencepiece(["a b c", "b c d"] * 9, folder / kind, vocab_size=9)
+    plain = tokenizer.read_vocabulary(folder, tmp_path)
+    assert plain == SentencePiece(str(folder / kind))
+    sep = {"content": "<sep>", "special": True}
+    for file, fields in (
+        ("tokenizer_config.json", {"added_tokens_decoder": {"109": sep}}),
+        ("added_tokens.json", {"<extra_id_0>": 108, "<sep>": 109}),
+    ):
+        change_json(folder / file, **fields)
+        with pytest.raises(
+            ValueError, match=r"adds the token '<sep>' to .*\. Write a tokenizer\.json .*AutoTok"
+        ):
+            tokenizer.read_vocabulary(folder, tmp_path)
+        (folder / file).unlink()
+    assert tokenizer.read_vocabulary(folder, tmp_path) == plain
+    write_tokenizer(folder, "T5")
+    found = tokenizer.read_vocabulary(folder, tmp_path)
+    assert found == Tokenizer(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, "T5", size=109, added=False)
+    if kind == "spiece.model":
+        # The model and its sentinels have all tokens, so the library is not needed.
+        assert tokenizer.read_vocabulary(folder, tmp_path) == SentencePiece(str(folder / kind), 4)
 
 
-BYTE_LEVEL_TEXTS = {
-    "the other": ["the", "Ġ", "o", "the", "r"],
-    "on't": ["on", "'t"],  # two words, although "on'" is also a piece
-    "x 1²1": ["x", "Ġ1", "Â", "²", "1"],  # numbers
-    "é1": ["Ã©", "1"],  # a letter and a number
-    "a   the": ["a", "ĠĠ", "Ġthe"],  # the last space belongs to the word
-    "a \n\n": ["a", "Ġ", "ĊĊ"],
-    "<s>": ["<", "s", ">"],
-    # Spaces before a sentinel are removed.
-    "on \t<extra_id_0>\n1": ["on", "▁<extra_id_0>", "Ċ", "1"],
-    "": [],
+def test_tokens_that_were_added_to_bytes_are_refused(tmp_path):
+    config = tmp_path / "tokenizer_config.json"
+    change_json(config, tokenizer_class="ByT5Tokenizer")
+    assert tokenizer.read_vocabulary(tmp_path, tmp_path) == Bytes(125)
+    change_json(config, added_tokens_decoder={"384": {"content": "<sep>"}})
+    with pytest.raises(ValueError, match="adds the token '<sep>' to ByT5's bytes"):
+        tokenizer.read_vocabulary(tmp_path, tmp_path)
+
+
+def test_other_tokens_around_a_text_are_read_by_the_library(tmp_path):
+    """The post-processor decides about BOS and EOS, as in transformers."""
+    gemma.write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    for fields in ({}, {"add_bos_token": True}, {"add_eos_token": False}, {"add_bos_token": None}):
+        config.write_text(json.dumps({"tokenizer_class": "GemmaTokenizerFast"} | fields))
+        assert tokenizer.read_vocabulary(tmp_path, tmp_path).bos
+    for field, value in (("add_bos_token", False), ("add_eos_token", True)):
+        for name in ("GemmaTokenizer", "TokenizersBackend"):
+            config.write_text(json.dumps({"tokenizer_class": name, field: value}))
+            with pytest.raises(ValueError, match=f"{field} in .* is {value}. Write a tokenizer.js"):
+                tokenizer.read_vocabulary(tmp_path, tmp_path)
+    write_tokenizer(tmp_path, "Gemma")
+    for single, around in (
+        ([{"Sequence": {"id": "A", "type_id": 0}}], ([], [])),
+        (
+            [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+            ],
+            ([], [2]),
+        ),
+    ):
+        file = tmp_path / "tokenizer.json"
+        processor = json.loads(file.read_text(encoding="utf-8"))["post_processor"]
+        change_json(file, post_processor=processor | {"single": single})
+        change_json(config, add_bos_token=True)
+        vocabulary = tokenizer.read_vocabulary(tmp_path, tmp_path)
+        assert vocabulary.around_inputs == around and vocabulary.eos_id == 1
+
+
+def test_a_class_whose_files_are_not_read_is_refused(tmp_path):
+    config = tmp_path / "tokenizer_config.json"
+    train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / "spiece.model", vocab_size=9)
+    for name in (*tokenizer.CLASSES, "T5TokenizerFast", "PreTrainedTokenizerFast", None):
+        config.write_text(json.dumps({"tokenizer_class": name}))
+        assert tokenizer.read_vocabulary(tmp_path, tmp_path) is not None
+    for name in ("LlamaTokenizer", "LlamaTokenizerFast", "XLMRobertaTokenizer", "BertTokenizer"):
+        config.write_text(json.dumps({"tokenizer_class": name}))
+        with pytest.raises(
+            ValueError, match=f"tokenizer_class in .* is '{name}', .* Write a tokenizer.json"
+        ):
+            tokenizer.read_vocabulary(tmp_path, tmp_path)
+    (tmp_path / "spiece.model").unlink()
+    with pytest.raises(ValueError, match=r"'BertTokenizer', but the folder has no tokenizer\.json"):
+        tokenizer.read_vocabulary(tmp_path, tmp_path)
+
+
+def test_tokens_of_the_configuration_are_added(tmp_path):
+    """Tokens that only the configuration names are added, as in transformers."""
+    write_tokenizer(tmp_path, "LLaMA", added=False)
+    config, file = tmp_path / "tokenizer_config.json", tmp_path / "tokenizer.json"
+    change_json(config, pad_token="[PAD]", extra_special_tokens=["<a>", "<b>"])
+    vocabulary = Tokenizer(str(file)).build()
+    assert vocabulary.encode("[PAD]<b><a>") == [600, 602, 601] and not vocabulary.is_text(600)
+    change_json(config, added_tokens_decoder={"600": {"content": "new", "special": False}})
+    assert Tokenizer(str(file)).encode("new <b>")[0] == 600
+    assert Tokenizer(str(file)).encode("<b>") == [603]
+    change_json(config, added_tokens_decoder={"700": {"content": "new", "special": False}})
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json cannot be read: the token 'new' must have the id"
+    ):
+        Tokenizer(str(file)).build()
+
+
+def test_older_files_of_codet5_are_read(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    write_tokenizer(new, "CodeT5", added=False)
+    data = json.loads((new / "tokenizer.json").read_text(encoding="utf-8"))
+    old.mkdir()
+    (old / "vocab.json").write_text(json.dumps(data["model"]["vocab"]))
+    merges = [" ".join(merge) for merge in data["model"]["merges"]]
+    (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    change_json(old / "added_tokens.json", **{name: 596 + i for i, name in enumerate(SENTINELS)})
+    change_json(old / "tokenizer_config.json", tokenizer_class="RobertaTokenizer")
+    read = tokenizer.read_vocabulary(old, tmp_path, ids=CODET5)
+    (tmp_path / "tokenizer.json").unlink()  # the scratch directory does not live long
+    expected = Tokenizer(str(new / "tokenizer.json"))
+    for text in ("on \t<extra_id_0>\n1", "x 1²1", "é  the", *random_texts(50)):
+        assert read.encode(text) == expected.encode(text)
+    assert read.around_inputs == expected.around_inputs == ([1], [2])
+    assert set(read.files()) == {"tokenizer.json", "tokenizer_config.json"}
+    change_json(old / "vocab.json", **{"<pad>": "x"})
+    with pytest.raises(ValueError, match=r"vocab\.json cannot be read: "):
+        tokenizer.read_vocabulary(old, tmp_path, ids=CODET5)
+
+
+def test_codet5s_vocabularies_of_earlier_versions_are_read(tmp_path):
+    """An earlier version stored CodeT5's ``tokenizer.json`` in a SentencePiece file."""
+    write_tokenizer(tmp_path, "CodeT5", added=False)
+    source = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    data = json.loads(source)
+    proto = sentencepiece_model_pb2.ModelProto()
+    kinds = proto.SentencePiece
+    pieces = sorted(data["model"]["vocab"], key=data["model"]["vocab"].get)
+    for i, piece in enumerate([*pieces, *(f"▁{name}" for name in SENTINELS)]):
+        kind = kinds.CONTROL if i in (0, 1, 2, 4) else kinds.NORMAL
+        proto.pieces.add(piece=piece, score=-i, type=kinds.UNKNOWN if i == 3 else kind)
+    spec = proto.trainer_spec
+    spec.model_type, spec.vocab_size = sentencepiece_model_pb2.TrainerSpec.BPE, len(proto.pieces)
+    spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id = 0, 1, 2, 3
+    spec.pad_piece, spec.bos_piece, spec.eos_piece, spec.unk_piece = pieces[:4]
+    spec.input.append(source)
+    proto.normalizer_spec.name = BPE_OF_BYTES
+    proto.normalizer_spec.escape_whitespaces = False
+    (tmp_path / "old.model").write_bytes(proto.SerializeToString())
+    old = SentencePiece(str(tmp_path / "old.model"), 0, bos=True).build()
+    new = Tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (old.vocab_size, old.around_inputs) == (600, ([1], [2]))
+    for text in ("on <extra_id_0> 1", *random_texts(20)):
+        ids = new.encode(text)
+        assert old.encode(text) == ids and old.decode(ids) == new.decode(ids)
+        assert seqio_vocabulary(old).encode(text) == ids
+    np.testing.assert_array_equal(stop_table(old, ["ing"], 600), stop_table(new, ["ing"], 600))
+
+
+def test_a_missing_library_gives_one_sentence(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path, "CodeT5")
+    original = builtins.__import__
+
+    def without_library(name: str, *args: object) -> object:
+        if name == "tokenizers":
+            raise ModuleNotFoundError("No module named 'tokenizers'", name=name)
+        return original(name, *args)
+
+    monkeypatch.delitem(sys.modules, "tokenizers")
+    monkeypatch.setattr(builtins, "__import__", without_library)
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"tokenizer\.json needs the package tokenizers, .* 'synthesizer_jax\[tokenizers\]'\.",
+    ):
+        tokenizer.read_vocabulary(tmp_path, tmp_path)
+
+
+SEQUENCE, BOS = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}
+BAD_TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [BOS, SEQUENCE],
+    "pair": [SEQUENCE],
+    "special_tokens": {"x": {"id": "x", "ids": [10**6], "tokens": ["x"]}},
 }
 
 
-def test_a_bpe_of_bytes_is_read(byte_level, tmp_path):
-    vocabulary = tokenizer.read_vocabulary(byte_level, tmp_path, ids=CODET5).build()
-    vocabulary.check_ids(CODET5)
-    assert vocabulary.vocab_size == 5 + 256 + len(MERGES) + 1
-    assert vocabulary.around_inputs == ([1], [2])
-    for text, pieces in BYTE_LEVEL_TEXTS.items():
-        ids = vocabulary.encode(text)
-        assert list(map(vocabulary.processor.IdToPiece, ids)) == pieces
-        assert vocabulary.decode([1, *ids, 2, 7]) == text.replace(" \t<", "<")
-    accent = vocabulary.encode("é")[0]
-    assert vocabulary.token_bytes(accent + 1, first=False)[accent] == "é".encode()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"pre_tokenizer": {"type": "New"}},
+            "cannot be read by the package tokenizers: .* newer v",
+        ),
+        ({"normalizer": {"type": "New"}}, "cannot be read by the package tokenizers: "),
+        ({"model": {"type": "New"}}, "cannot be read by the package tokenizers: "),
+        ({"model": []}, "cannot be read"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "cannot be read by the package tokenizers: Precompiled",
+        ),
+        ({"added_tokens": []}, "the token '</s>' must|does not tell|cannot be read"),
+        (
+            {"added_tokens": [{"id": 2 * 10**9, "content": "x", "special": True}]},
+            "cannot be read",
+        ),
+        ({"post_processor": BAD_TEMPLATE}, r"adds the ids \[1000000\], but the largest id is 604"),
+    ],
+)
+def test_a_tokenizer_that_the_library_cannot_read_gives_one_sentence(
+    tmp_path, capfd, change, message
+):
+    write_tokenizer(tmp_path, "LLaMA")
+    if "added_tokens" in change:
+        change_json(
+            tmp_path / "tokenizer_config.json", added_tokens_decoder={"9": {"content": "q"}}
+        )
+    change_json(tmp_path / "tokenizer.json", **change)
+    with pytest.raises(ValueError, match=message) as error:
+        tokenizer.read_vocabulary(tmp_path, tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert not capfd.readouterr().err
+
+
+def test_an_unknown_end_and_other_sentinels_give_one_sentence(tmp_path):
+    write_tokenizer(tmp_path, "LLaMA")
+    file, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    config.unlink()
+    assert Tokenizer(str(file)).eos_id == 2  # the post-processor adds it
+    change_json(file, post_processor=None)
     with pytest.raises(
-        ValueError, match=r"of the kind byte-level BPE cannot be exported\. .* or leave out --to"
+        ValueError, match=r"does not tell which token is EOS\. Write a tokenizer_conf"
     ):
-        write_directory(tmp_path, None, {}, vocabulary, limits=None)
-    half = vocabulary.encode("²")[:1]
-    assert vocabulary.decode(half) == "\ufffd"
-    assert stop_table(vocabulary, ["é1"], vocabulary.vocab_size).shape == (5, vocabulary.vocab_size)
-
-
-def test_spaces_before_a_sentinel_stay_where_its_token_says_so(byte_level, tmp_path):
-    read = functools.partial(tokenizer.read_vocabulary, scratch=tmp_path, ids=CODET5)
-    data = json.loads(tokenizer.tokenizer_json(read(byte_level)))
-    data["added_tokens"][0]["lstrip"] = False
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps(data))
-    vocabulary = read(tmp_path / "saved").build()
-    ids = vocabulary.encode("1 <extra_id_0>")
-    assert list(map(vocabulary.processor.IdToPiece, ids)) == ["1", "Ġ", "<extra_id_0>"]
-    assert vocabulary.decode(ids) == "1 <extra_id_0>"
-
-
-SEP = [{"id": 108, "content": "<extra_id_0>"}, {"id": 384, "content": "<sep>"}]
-
-
-@pytest.mark.parametrize("kind", ["spiece.model", "tokenizer.model", "bytes", "tokenizer.json"])
-def test_tokens_that_were_added_are_refused(tmp_path, kind):
-    """Tokenizers with added tokens are refused.
-
-    Versions 4 and 5 of transformers list added tokens in different files.
-
-    Added tokens are found even if the folder also contains a SentencePiece file.
-    """
-    config = {"tokenizer_class": "ByT5Tokenizer"} if kind == "bytes" else {}
-    if kind == "tokenizer.json":
-        (tmp_path / kind).write_text(json.dumps(GOOD))
-    elif kind != "bytes":
-        train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / kind, vocab_size=9)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = tokenizer.read_vocabulary(tmp_path, tmp_path)
-    for file, fields in (
-        ("tokenizer_config.json", config | {"added_tokens_decoder": {"384": {"content": "<sep>"}}}),
-        ("added_tokens.json", {"<extra_id_0>": 108, "<sep>": 384}),
-        ("tokenizer.json", GOOD | {"added_tokens": [*ADDED, *SEP]}),
-    ):
-        if kind == "tokenizer.json" and file != kind:
-            continue
-        before = (tmp_path / file).read_text() if (tmp_path / file).is_file() else "{}"
-        (tmp_path / file).write_text(json.dumps(fields))
-        with pytest.raises(
-            ValueError, match=r"it adds the token '<sep>'.* If your texts do not need this token"
-        ):
-            tokenizer.read_vocabulary(tmp_path, tmp_path)
-        (tmp_path / file).write_text(before)
-    assert tokenizer.read_vocabulary(tmp_path, tmp_path) == plain
-
-
-def test_a_class_that_is_not_read_is_refused(tmp_path):
-    train_sentencepiece(["a b c", "b c d"] * 9, tmp_path / "spiece.model", vocab_size=9)
-    names = [
-        *tokenizer.CLASSES,
-        "T5TokenizerFast",
-        "PreTrainedTokenizerFast",
-        "TokenizersBackend",
-        None,
-    ]
-    for name in names:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-        assert tokenizer.read_vocabulary(tmp_path, tmp_path) is not None
-    for name in ("LlamaTokenizer", "LlamaTokenizerFast", "XLMRobertaTokenizer", "BertTokenizer"):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-        with pytest.raises(
-            ValueError, match=f"tokenizer_class in .* is '{name}', but only the classes"
-        ):
-            tokenizer.read_vocabulary(tmp_path, tmp_path)
-
-
-def test_other_tokens_around_a_text_are_refused(tmp_path):
-    gemma.write_tokenizer(tmp_path)
-    read = functools.partial(tokenizer.read_vocabulary, tmp_path, tmp_path)
-    for fields in ({}, {"add_bos_token": True}, {"add_eos_token": False}, {"add_bos_token": None}):
-        fields = {"tokenizer_class": "GemmaTokenizerFast"} | fields
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-        assert read().bos
-    for field, value in (("add_bos_token", False), ("add_eos_token", True)):
-        for name in ("GemmaTokenizer", "TokenizersBackend"):
-            fields = {"tokenizer_class": name, field: value}
-            (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-            with pytest.raises(
-                ValueError,
-                match=f"{field} in .* is {value}, but a model of this package reads texts with BOS",
-            ):
-                read()
-    scratch = tmp_path / "scratch"
-    for folder in (scratch, tmp_path / "t5"):
-        folder.mkdir()
-    text, special = {"Sequence": {}}, {"SpecialToken": {}}
-    good = {tmp_path / "t5": [text, special], tmp_path: [special, text]}
-    (tmp_path / "tokenizer_config.json").unlink()
-    for folder, expected in good.items():
-        for single in (expected, [text], [special, text, special]):
-            template = {"post_processor": {"type": "TemplateProcessing", "single": single}}
-            (folder / "tokenizer.json").write_text(json.dumps(GOOD | template))
-            if single == expected:
-                assert tokenizer.read_vocabulary(folder, scratch) is not None
-                continue
-            with pytest.raises(ValueError, match=r"post_processor must put only [BE]OS"):
-                tokenizer.read_vocabulary(folder, scratch)
-
-
-def test_seqio_gives_texts_the_same_ids(byte_level, tmp_path):
-    vocabulary = tokenizer.read_vocabulary(byte_level, tmp_path, ids=CODET5).build()
-    theirs = seqio_vocabulary(vocabulary)
-    texts = list(BYTE_LEVEL_TEXTS)
-    expected = [vocabulary.encode(text) for text in texts]
-    assert theirs.encode_tf(texts).to_list() == expected == list(map(theirs.encode, texts))
-    assert theirs.encode_tf(texts[0]).numpy().tolist() == expected[0]
-    padded = theirs.encode_tf(texts[:2]).to_tensor()
-    assert [x.decode() for x in theirs.decode_tf(padded).numpy()] == texts[:2]
+        Tokenizer(str(file)).build()
+    change_json(config, eos_token={"content": "</s>"})
+    assert Tokenizer(str(file)).eos_id == 2
+    added = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
+    names = {token["content"]: token for token in added}
+    first, second = names["<extra_id_0>"], names["<extra_id_1>"]
+    first["content"], second["content"] = second["content"], first["content"]
+    change_json(file, added_tokens=added)
+    with pytest.raises(ValueError, match=r"<extra_id_0> has the id 598 and .* descending ids"):
+        _ = Tokenizer(str(file)).first_sentinel
+    with pytest.raises(FileNotFoundError, match=r"There is no tokenizer .*missing\.json\. Give"):
+        Tokenizer(str(tmp_path / "missing.json")).build()

@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.messages import Phase, silent_phase
+from synthesizer_jax.data.tokenizer_backend import TOKENIZER, TOKENIZER_CONFIG
+from synthesizer_jax.data.tokenizer_json import Tokenizer
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
@@ -31,9 +33,6 @@ from synthesizer_jax.pretrained.huggingface.t5gemma import T5Gemma, is_t5gemma
 from synthesizer_jax.pretrained.huggingface.tokenizer import (
     GEMMA,
     SENTENCEPIECE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    tokenizer_json,
 )
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from synthesizer_jax.pretrained.tensors import NameOf, correspondences, named_tensors
@@ -127,11 +126,18 @@ def write_folder(
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialIds) -> None:
     """Writes files from which `AutoTokenizer` makes a tokenizer with the ids of the vocabulary.
 
+    The files of a `Tokenizer` are copied unchanged.
+
     Sentinels are written as pieces of the SentencePiece file, as in mT5's file. If they were
     written as added tokens, transformers would not recognize sentinels at the same places as
     SentencePiece. SentencePiece recognizes a sentinel at the beginning of a word, and needs no
     space after it.
     """
+    if isinstance(vocabulary, Tokenizer):
+        for name, content in vocabulary.files().items():
+            (folder / name).write_bytes(content)
+        return
+
     fields: dict[str, object] = {
         "pad_token": "<pad>",
         "eos_token": "</s>",
@@ -146,14 +152,14 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
         fields["additional_special_tokens"] = [
             f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)
         ]
-    elif isinstance(vocabulary, SentencePiece) and vocabulary.byte_level:
+    elif isinstance(vocabulary, SentencePiece) and vocabulary.backend:
         fields["tokenizer_class"] = "RobertaTokenizer"
         fields["bos_token"] = "<s>"
         fields["cls_token"] = "<s>"
         fields["sep_token"] = "</s>"
         fields["mask_token"] = "<mask>"
         del fields["split_special_tokens"]  # the option would split sentinels
-        (folder / TOKENIZER).write_text(tokenizer_json(vocabulary), encoding="utf-8")
+        (folder / TOKENIZER).write_text(vocabulary.backend.to_json(), encoding="utf-8")
     elif isinstance(vocabulary, SentencePiece):
         processor = vocabulary.processor
         special = {"pad_token": ids.padding, "eos_token": ids.end, "unk_token": processor.unk_id()}
@@ -173,7 +179,7 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary, ids: SpecialI
     else:
         raise ValueError(
             f"A {type(vocabulary).__name__} cannot be written as a tokenizer of transformers. Use "
-            "Bytes or SentencePiece."
+            "Bytes, SentencePiece or Tokenizer."
         )
 
     _write_json(folder / TOKENIZER_CONFIG, fields)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from synthesizer_jax.base.files import absolute, is_installed
 from synthesizer_jax.base.messages import one_line_error
+from synthesizer_jax.data import tokenizer_backend
 from synthesizer_jax.pretrained.huggingface.config import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
@@ -16,11 +17,8 @@ from synthesizer_jax.pretrained.huggingface.config import (
     GENERATION_CONFIG,
 )
 from synthesizer_jax.pretrained.huggingface.tokenizer import (
-    ADDED,
     MERGES,
     SENTENCEPIECE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
     VOCABULARY,
     tokenizer_folder,
 )
@@ -35,11 +33,9 @@ FILES = (
     "model-*.safetensors",
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
+    *tokenizer_backend.FILES,
     VOCABULARY,
     MERGES,
-    ADDED,
     *SENTENCEPIECE,
 )
 """Patterns of the files that are downloaded from the repository of a model.
