@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import pathlib
 import sys
 import tempfile
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import report
-import tokenizers
 import torch
 import transformers
 from safetensors.numpy import load_file
@@ -27,16 +27,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.pretrained import generate, load
+from synthesizer_jax.pretrained.huggingface.config import CONFIG
 from synthesizer_jax.pretrained.huggingface.export import write_folder
+from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from tests.peers.test_transformers import CLASSES, deviation, load_reference, make_model
 from tests.pretrained import gemma
 from tests.pretrained.folders import FAMILIES, TINY
+from tests.pretrained.tokenizers import code_texts, random_texts, real_texts, write_tokenizer
 
 KINDS: dict[str, dict[str, Any]] = {
     **{kind: TINY | config for kind, config in FAMILIES.items() if kind != "efficient"},
     "MADLAD-400": TINY | FAMILIES["T5 1.1, FLAN-T5"] | gemma.MADLAD,
     "CodeT5": TINY | FAMILIES["T5 1.0"] | gemma.CODET5,
+    "Pile-T5": TINY | FAMILIES["umT5"] | {"vocab_size": 640, "eos_token_id": 2},
+    "T5 with added tokens": TINY | FAMILIES["T5 1.0"] | {"vocab_size": 640},
     **{
         f"T5Gemma, {kind}": config | {"model_type": "t5gemma"}
         for kind, config in gemma.CONFIGS.items()
@@ -45,25 +50,21 @@ KINDS: dict[str, dict[str, Any]] = {
 """The configurations of transformers by the kinds of folders."""
 
 TEXTS = ["what is it", "a longer text, of two parts"]
+LIBRARY = {"CodeT5": "CodeT5", "Pile-T5": "LLaMA", "T5 with added tokens": "T5"}
+"""The tokenizers of the kinds whose tokenizer needs the library ``tokenizers``."""
+
+TOKENIZERS = {
+    "LLaMA": "umt5",
+    "LLaMA, legacy": "umt5",
+    "T5": "t5",
+    "CodeT5": "t5",
+    "Gemma": "t5gemma",
+    "WordPiece": "t5",
+}
+"""The ``model_type`` of the folder of every kind of tokenizer."""
+
 LENGTH = 12
 """The maximum number of tokens that are generated for a text."""
-
-
-def write_byte_level(folder: pathlib.Path) -> None:
-    """Writes a small tokenizer like CodeT5's, a byte-level BPE with the sentinels at the end."""
-    special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
-    trainer = tokenizers.ByteLevelBPETokenizer()
-    texts = (gemma.DOCS / "training.md").read_text().splitlines()
-    size = gemma.VOCAB_SIZE - 100
-    trainer.train_from_iterator(texts, size, special_tokens=special, show_progress=False)
-    vocab, merges = trainer.save_model(str(folder))
-    sentinels = [
-        tokenizers.AddedToken(f"<extra_id_{i}>", lstrip=True) for i in reversed(range(100))
-    ]
-    # Version 4 of transformers reads the first two arguments. Version 5 reads the other arguments.
-    pieces = {"vocab_file": vocab, "merges_file": merges, "vocab": vocab, "merges": merges}
-    theirs = transformers.RobertaTokenizer(**pieces, additional_special_tokens=sentinels)
-    theirs.save_pretrained(folder)
 
 
 def make(folder: pathlib.Path, kind: str) -> None:
@@ -73,8 +74,8 @@ def make(folder: pathlib.Path, kind: str) -> None:
     if "encoder" not in config and not config["tie_word_embeddings"]:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     model.save_pretrained(folder)
-    if kind == "CodeT5":
-        write_byte_level(folder)
+    if kind in LIBRARY:
+        write_tokenizer(folder, LIBRARY[kind], added=kind != "CodeT5")
     elif config["vocab_size"] == gemma.VOCAB_SIZE:
         gemma.write_tokenizer(folder, gemma="encoder" in config)
     else:
@@ -110,7 +111,8 @@ def row(kind: str, folder: pathlib.Path, theirs: Any = None) -> dict[str, Any]:
 
     if not isinstance(model, Encoder):
         tokenizer_class = transformers.AutoTokenizer
-        if theirs.config.model_type == "umt5":  # AutoTokenizer of version 5 does not know umT5
+        # AutoTokenizer of version 5 does not know a umT5's ByT5Tokenizer.
+        if theirs.config.model_type == "umt5" and kind not in LIBRARY:
             tokenizer_class = transformers.ByT5Tokenizer
         tokenizer = tokenizer_class.from_pretrained(back)
         settings = {"max_new_tokens": LENGTH, "do_sample": False, "use_cache": False}
@@ -156,11 +158,41 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield row("LoRA of PEFT", folder, adapted.base_model.model)
 
 
+def tokenizer_rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the table of tokenizers, which compares token ids with transformers.
+
+    Args:
+      scratch: the directory in which the folders of the tokenizers are made.
+    """
+    texts = [*random_texts(4000), *code_texts(), *real_texts()]
+    for kind, model_type in TOKENIZERS.items():
+        folder = scratch / f"tokenizer of {kind}"
+        write_tokenizer(folder, kind)
+        (folder / CONFIG).write_text(json.dumps({"model_type": model_type}))
+        ours = read_vocabulary(folder, scratch)
+        assert ours is not None
+        back = folder / "back"
+        back.mkdir()
+        for name, content in ours.files().items():
+            (back / name).write_bytes(content)
+        (back / CONFIG).write_text(json.dumps({"model_type": model_type}))
+
+        first, last = ours.around_inputs
+        ids = [[*first, *ours.encode(text), *last] for text in texts]
+        found: dict[str, Any] = {"kind": kind, "texts": len(texts)}
+        for column, place in (("in", folder), ("out", back)):
+            theirs = transformers.AutoTokenizer.from_pretrained(place)
+            same = sum(theirs(text).input_ids == x for text, x in zip(texts, ids, strict=True))
+            found[column] = same
+        yield found
+
+
 def main() -> None:
-    """Compares all kinds of folders, and writes the table."""
+    """Compares all kinds of folders and of tokenizers, and writes the tables."""
     options = report.arguments(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = list(rows(pathlib.Path(directory)))
+        tokenizers = list(tokenizer_rows(pathlib.Path(directory)))
     columns = {
         "kind": "folder",
         "in": "difference after reading|.0e",
@@ -172,6 +204,15 @@ def main() -> None:
     version = transformers.__version__.partition(".")[0]
     table = report.table(found, columns)
     report.write(f"folders {version}", table, result={"rows": found}, options=options, facts=facts)
+    columns = {
+        "kind": "tokenizer",
+        "texts": "texts|,",
+        "in": "same ids|,",
+        "out": "same ids after exporting|,",
+    }
+    table = report.table(tokenizers, columns)
+    result = {"rows": tokenizers}
+    report.write(f"tokenizers {version}", table, result=result, options=options, facts=facts)
 
 
 if __name__ == "__main__":
