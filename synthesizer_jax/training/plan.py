@@ -431,7 +431,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
       ValueError: the compiler is not installed, or it does not support the topology.
     """
     chip = topology.chip
-    options: dict[str, int | str] = {}
+    options: dict[str, int | str | list[int]] = {}
     if chip.is_gpu:
         platform, remedy = "cuda", "Run pip install 'synthesizer-jax[cuda]'."
         hosts = max(1, topology.chips // HOST)
@@ -444,6 +444,9 @@ def devices_of(topology: Topology) -> list[jax.Device]:
             options["num_slices"] = topology.slices
         if chip.config is not None:
             options["chip_config_name"] = chip.config
+        if math.prod(topology.shape) == 1:
+            # By default, libtpu assumes hosts with four chips.
+            options["chips_per_host_bounds"] = [1, 1, 1]
         # Without a TPU there is no metadata server that libtpu could ask.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -57,6 +57,10 @@ every = pytest.mark.parametrize(
 )
 
 
+def test_a_slice_may_have_a_single_chip():
+    assert len(plan.devices_of(chips.parse_topology("v5e:1x1"))) == 1
+
+
 def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
     place = chips.parse_topology("v6e:4x4")
     mesh = make_mesh(MeshShape(data=1, fsdp=8, tensor=2), plan.devices_of(place))
