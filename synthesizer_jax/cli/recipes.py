@@ -404,6 +404,8 @@ def _unknown_field(value: object, name: str, path: str) -> str:
     problem = f"--set {child_path(path, name)}: "
     if isinstance(value, tuple):
         return f"{problem}{name!r} is not an index below {len(value)}."
+    if value is None:
+        return f"{problem}{path} is none. First set {path} to the name of a class."
     if not is_config(value):
         return f"{problem}{name!r} is inside a plain value, which has no fields."
     problem += f"{type(value).__name__} has no field {name!r}"
