@@ -9,10 +9,12 @@ import logging
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
+from flax import traverse_util
 
 from synthesizer_jax.base.files import absolute, in_bucket, is_storage_error
 from synthesizer_jax.base.messages import one_line_error
@@ -34,7 +36,10 @@ from synthesizer_jax.checkpoints.placement import (
     read_variables,
 )
 from synthesizer_jax.hosts import processes
-from synthesizer_jax.primitives.parameters import Variables
+from synthesizer_jax.primitives.parameters import Variables, merge_entries
+
+Convert: TypeAlias = Callable[[tuple[str, ...], jax.Array], PyTree]
+"""Maps the keys and the array of a variable to a value; see `restore_variables`."""
 
 COMMITTED = "commit_success.txt"
 """The file with which Orbax marks a finished checkpoint in a bucket."""
@@ -205,7 +210,7 @@ class Checkpoints:
         entries = _state_dict(abstract)
         names = tuple(field.name for field in dataclasses.fields(abstract))
 
-        def read(checkpoint: pathlib.Path) -> dict[str, PyTree]:
+        def read(checkpoint: pathlib.Path) -> list[dict[str, PyTree]]:
             """Reads and checks the state of one checkpoint."""
             if stream is not None and read_contents(checkpoint) is None:
                 raise ValueError(f"{checkpoint} contains no position in the data.")
@@ -214,7 +219,7 @@ class Checkpoints:
                 raise ValueError(
                     f"{checkpoint} contains the state of another step, {int(tree['step'])}."
                 )
-            return tree
+            return [tree]
 
         step, tree, damaged = read_newest(self._directory, read)
         if step is None:
@@ -271,7 +276,11 @@ def _state_dict(state: PyTree) -> dict[str, PyTree]:
 
 
 def restore_variables(
-    directory: pathlib.Path, *, step: int | None = None, layout: Variables | None = None
+    directory: pathlib.Path,
+    *,
+    step: int | None = None,
+    layout: Variables | None = None,
+    convert: Convert | None = None,
 ) -> tuple[int, Variables]:
     """Restores only the parameters and constants of a checkpoint.
 
@@ -286,6 +295,8 @@ def restore_variables(
       layout: a dictionary ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with
         shardings. The shardings may cover the devices of several processes. If `layout` is None,
         the saved arrays are restored on one device of this process.
+      convert: a function that maps the keys ``(collection, *path)`` and the array of a variable to
+        the value that replaces the array. Each array is converted before the next array is read.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
@@ -295,8 +306,14 @@ def restore_variables(
       ValueError: the checkpoint cannot be read, or does not belong to the model that `layout`
         describes.
     """
-    read = functools.partial(read_variables, layout=layout)
-    number, variables, damaged = read_newest(directory, read, step=step, divided=layout is not None)
+
+    def read(checkpoint: pathlib.Path) -> Iterator[dict[str, PyTree]]:
+        """Yields the variables of a checkpoint, or one variable at a time to convert them."""
+        return read_variables(checkpoint, layout, singly=convert is not None)
+
+    number, variables, damaged = read_newest(
+        directory, read, step=step, divided=layout is not None, convert=convert
+    )
 
     saved = finished_steps(directory)
     if number is None:
@@ -318,19 +335,22 @@ def restore_variables(
 
 def read_newest(
     directory: pathlib.Path,
-    read: Callable[[pathlib.Path], dict[str, PyTree]],
+    read: Callable[[pathlib.Path], Iterable[dict[str, PyTree]]],
     *,
     step: int | None = None,
     divided: bool = True,
+    convert: Convert | None = None,
 ) -> tuple[int | None, dict[str, PyTree], dict[int, str]]:
     """Reads and verifies entries of the newest checkpoint that all processes can read.
 
     Args:
       directory: the directory of the checkpoints.
-      read: a function that reads the entries of a checkpoint, given the directory of its step.
+      read: a function that reads the entries of a checkpoint in one or several parts, given the
+        directory of its step. Each part is verified and converted before the next part is read.
       step: the only step to read. None means the newest step.
       divided: whether each process reads only its own shards, so that the checksums of all
         processes must be added. If `divided` is false, each process reads whole arrays.
+      convert: see `restore_variables`.
 
     Returns:
       The step, the entries of its checkpoint, and a dictionary from the steps of newer checkpoints
@@ -359,7 +379,7 @@ def read_newest(
                 f"{remedy}"
             )
 
-        entries, problem = _read_and_verify(directory / str(newest), read, divided=divided)
+        entries, problem = _read_and_verify(directory / str(newest), read, divided, convert)
         if problem is None:
             return newest, entries, problems
         problems[newest] = problem
@@ -367,9 +387,9 @@ def read_newest(
 
 def _read_and_verify(
     checkpoint: pathlib.Path,
-    read: Callable[[pathlib.Path], dict[str, PyTree]],
-    *,
+    read: Callable[[pathlib.Path], Iterable[dict[str, PyTree]]],
     divided: bool,
+    convert: Convert | None,
 ) -> tuple[dict[str, PyTree], str | None]:
     """Reads entries of a checkpoint, and compares their checksums with the recorded checksums.
 
@@ -377,6 +397,7 @@ def _read_and_verify(
       checkpoint: the directory of a step.
       read: see `read_newest`.
       divided: see `read_newest`.
+      convert: see `restore_variables`.
 
     Returns:
       The entries, and a description of the checkpoint's problem. The description is None if all
@@ -384,24 +405,54 @@ def _read_and_verify(
     """
     contents: Contents | None = None
     entries: dict[str, PyTree] = {}
-    parts: dict[str, int] = {}
-    problem = None
-    try:
-        contents = read_contents(checkpoint)
-        entries = read(checkpoint)
-        parts = checksums.checksums(entries)
-    except Exception as error:  # damaged files raise errors of any type
-        if not _is_damage(error):
-            raise
-        problem = one_line_error(error).removesuffix(".")
+    whole: dict[str, int] = {}
+    parts: Iterator[dict[str, PyTree]] | None = None
+    problem: str | None = None
+    while problem is None:
+        part: dict[str, PyTree] | None = None
+        sums: dict[str, int] = {}
+        try:
+            if parts is None:
+                contents = read_contents(checkpoint)
+                parts = iter(read(checkpoint))
+            part = next(parts, None)
+            sums = checksums.checksums(part)
+        except Exception as error:  # damaged files raise errors of any type
+            if not _is_damage(error):
+                raise
+            problem = one_line_error(error).removesuffix(".")
 
-    # If at least one process found a problem, all processes treat the checkpoint as damaged.
-    gathered = processes.all_gather("read", (problem, parts))
-    problem = next((problem for problem, _ in gathered if problem is not None), None)
+        # If at least one process found a problem, all processes treat the checkpoint as damaged.
+        # They must know this before they convert the part, because they convert it together.
+        gathered = processes.all_gather("read", (problem, sums))
+        problem = next((problem for problem, _ in gathered if problem is not None), None)
+        if problem is None:
+            if part is None:
+                break
+            whole |= checksums.combine_checksums([s for _, s in gathered] if divided else [sums])
+            converted = convert_variables(part, convert)
+            entries = merge_entries(converted, entries) if entries else converted
+
     if problem is None and contents is not None:
-        whole = checksums.combine_checksums([p for _, p in gathered] if divided else [parts])
         problem = contents.difference(whole)
     return entries, problem
+
+
+def convert_variables(variables: Variables, convert: Convert | None) -> Variables:
+    """Converts all arrays; see `restore_variables`.
+
+    If `convert` is None, the variables are returned unchanged.
+    """
+    if convert is None:
+        return variables
+    converted = {
+        # Moving averages of the parameters have the keys of the parameters.
+        keys: convert(("params", *keys[1:]) if keys[0] == AVERAGE else keys, array)
+        for keys, array in traverse_util.flatten_dict(variables).items()
+    }
+    # An array that was read is freed when all computations that need it are finished.
+    result: Variables = traverse_util.unflatten_dict(jax.block_until_ready(converted))
+    return result
 
 
 def _is_damage(error: Exception) -> bool:

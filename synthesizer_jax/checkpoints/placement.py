@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import orbax.checkpoint as ocp
+from flax import traverse_util
 from jax.sharding import AbstractMesh, Mesh
 
 from synthesizer_jax.base.files import absolute
@@ -106,16 +107,19 @@ AVERAGE = "ema"
 """The entry of a checkpoint that holds the moving averages of the parameters."""
 
 
-def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
-    """Reads the parameters and constants of a checkpoint.
+def read_variables(
+    checkpoint: pathlib.Path, layout: Variables | None, *, singly: bool = False
+) -> Iterator[Variables]:
+    """Reads the parameters and constants of a checkpoint, and yields them in one or several parts.
 
     If the checkpoint has moving averages of the parameters, the function reads the averages instead
-    of the parameters, and returns them as the entry ``ema``. See `read_arrays` for errors.
+    of the parameters, and yields them as the entry ``ema``. See `read_arrays` for errors.
 
     Args:
       checkpoint: the directory of a step.
       layout: see `place_variables`. If `layout` is None, the saved arrays are read onto one device
         of this process.
+      singly: whether each part has a single array. The largest array is read first.
     """
     saved = _metadata(checkpoint)
     parameters = AVERAGE if saved.get(AVERAGE) else "params"
@@ -130,7 +134,14 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
         entries = {
             parameters if name == "params" else name: tree for name, tree in layout.items() if tree
         }
-    return read_arrays(checkpoint, entries, names)
+    if not singly:
+        yield read_arrays(checkpoint, entries, names)
+        return
+    _saved_entries(checkpoint, entries, names)
+    arrays = traverse_util.flatten_dict(entries)
+    for keys in sorted(arrays, key=lambda keys: math.prod(arrays[keys].shape), reverse=True):
+        entry = traverse_util.unflatten_dict({keys: arrays[keys]})
+        yield _read_checked(checkpoint, entry, complete={})
 
 
 def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...]) -> PyTree:
@@ -147,6 +158,15 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
       OtherModelError: the arrays of the checkpoint differ from the arrays in `entries`.
       Exception: Orbax cannot read the files. The type of the error depends on the damage.
     """
+    return _read_checked(checkpoint, entries, _saved_entries(checkpoint, entries, names))
+
+
+def _saved_entries(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...]) -> PyTree:
+    """Returns a tree with the shapes and dtypes of a checkpoint's entries with the given names.
+
+    Raises:
+      OtherModelError: the arrays of the checkpoint differ from the arrays in `entries`.
+    """
     metadata = _metadata(checkpoint)
     complete = {name: metadata.get(name, {}) for name in names}
     saved = _shapes(complete)
@@ -159,6 +179,17 @@ def read_arrays(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, ...
             f"{_describe_shape(saved, name)} in the checkpoint and "
             f"{_describe_shape(expected, name)} in this run."
         )
+    return complete
+
+
+def _read_checked(checkpoint: pathlib.Path, entries: PyTree, complete: PyTree) -> PyTree:
+    """Reads entries of a checkpoint, which are in the checkpoint; see `read_arrays`.
+
+    Args:
+      checkpoint: the directory of a step.
+      entries: the entries to read.
+      complete: the result of `_saved_entries` for all entries that are read completely.
+    """
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 
 from synthesizer_jax.base.files import storage_path
+from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.checkpoints.manager import read_newest
 from synthesizer_jax.checkpoints.placement import read_arrays
 from synthesizer_jax.runs.saved import find_checkpoint
@@ -72,8 +74,10 @@ def initialize_from_checkpoint(
     if not experiment.init_optimizer:
         return state
     directory, _ = find_checkpoint(storage_path(str(experiment.init_from)))
-    read = functools.partial(
-        read_arrays, entries={"opt_state": state.opt_state}, names=("opt_state",)
-    )
+
+    def read(checkpoint: pathlib.Path) -> list[PyTree]:
+        """Reads the state of the optimizer."""
+        return [read_arrays(checkpoint, {"opt_state": state.opt_state}, ("opt_state",))]
+
     _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
     return dataclasses.replace(state, opt_state=entries["opt_state"])
