@@ -292,6 +292,8 @@ def draw_training(draw: Draw, kind: str, start: str) -> list[str]:
     if start == "adapters":
         targets = draw.choice([".*/(query|value)/kernel", ".*kernel", ".*/layers_[01]/.*/kernel"])
         adapters = {"type": "LoRA", "rank": draw.choice([2, 4]), "alpha": 8.0, "targets": targets}
+        if draw.chance(0.3):
+            adapters["base"] = "int8"
         settings.append(f"training.adapters={json.dumps(adapters)}")
     elif draw.chance(0.25):
         settings.append(f"training.rules={json.dumps(draw_rules(draw, kind))}")

@@ -18,6 +18,7 @@ from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.masks import is_concrete
 from synthesizer_jax.attention.mesh_axes import axes_along, axes_of_type, mesh_of_arguments
 from synthesizer_jax.base.typing import PyTree
+from synthesizer_jax.primitives.computed import ComputedParameter
 from synthesizer_jax.primitives.initializers import FanIn, Initializer
 from synthesizer_jax.primitives.parameters import with_axes
 
@@ -202,6 +203,22 @@ def dense_product(
         return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
 
 
+class Dense(nn.DenseGeneral):
+    """Flax's dense layer, which does not keep a computed kernel for the backward pass.
+
+    If the kernel is a `ComputedParameter`, the backward pass computes it again. Otherwise, a scan
+    would keep the kernels of all layers.
+    """
+
+    @nn.nowrap
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Multiplies the last dimensions of the inputs by the kernel."""
+        if isinstance(self.get_variable("params", "kernel"), ComputedParameter):
+            recomputed: jax.Array = nn.remat(nn.DenseGeneral.__call__)(self, inputs)
+            return recomputed
+        return super().__call__(inputs)
+
+
 def dense_layer(
     features: int | tuple[int, ...],
     axes: tuple[str | None, ...],
@@ -211,7 +228,7 @@ def dense_layer(
     use_bias: bool = False,
     contracted: int = 1,
     **module: Any,
-) -> nn.DenseGeneral:
+) -> Dense:
     """Returns a dense layer that contracts the last dimensions of its input.
 
     Args:
@@ -224,7 +241,7 @@ def dense_layer(
       contracted: how many of the input's last dimensions are contracted.
       **module: the arguments `name` and `parent` of the Flax module.
     """
-    return nn.DenseGeneral(
+    return Dense(
         features,
         axis=tuple(range(-contracted, 0)),
         use_bias=use_bias,

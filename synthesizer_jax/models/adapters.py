@@ -14,6 +14,7 @@ modify. `Adapted` decides which variables are trained by updates, and which as c
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -22,13 +23,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from flax.core import meta
 
 from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.models.lora import LoRA
+from synthesizer_jax.models.lora import INT8, LoRA
 from synthesizer_jax.models.token_model import looped_paths
 from synthesizer_jax.models.trainable import Trainable
+from synthesizer_jax.models.updated import UpdatedParameter
 from synthesizer_jax.models.updates import EmbeddingUpdate, LowRankUpdate, TokenEntries, Update
+from synthesizer_jax.primitives.computed import abstract_int8
 from synthesizer_jax.primitives.parameters import Axes, Variables, check_patterns_decide
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -104,8 +108,17 @@ class Adapted(Trainable[Model]):
         )
 
     def abstract_base(self) -> tuple[Variables, PyTree]:
-        """Returns the shapes and the logical axes of all variables of the model."""
-        return self.abstract_model()
+        """Returns the shapes and the logical axes of all variables of the model.
+
+        With ``base="int8"``, kernels, embeddings and output projections are `Int8Array`, unless
+        they are trained as complete arrays.
+        """
+        shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
+        if self.lora.base == INT8:
+            for keys in shapes.keys() - set(self.whole):
+                if keys[0] == "params" and _is_rounded(keys[-1], axes[keys]):
+                    shapes[keys], axes[keys] = abstract_int8(shapes[keys], axes[keys])
+        return traverse_util.unflatten_dict(shapes), traverse_util.unflatten_dict(axes)
 
     def init(self, key: jax.Array, base: Variables) -> Variables:
         """Returns new updates, and copies of the variables that are trained completely.
@@ -125,20 +138,27 @@ class Adapted(Trainable[Model]):
         random_keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
         for keys, update in self.updates.items():
             random = {leaf: random_keys[*keys, leaf] for leaf in update.leaves}
-            arrays = update.init(random, of_base[keys])
+            arrays = update.init(random, meta.unbox(of_base[keys]))
             variables |= {(*keys, leaf): array for leaf, array in arrays.items()}
         return traverse_util.unflatten_dict(variables)
 
     def merge(self, variables: Variables, base: Variables) -> Variables:
         """Returns the variables for the model's `apply`.
 
-        Updates are applied to the parameters of the base. Variables that are trained completely
-        replace the variables of the base, or are added if the base does not contain them.
+        A parameter with an update becomes an `UpdatedParameter`, to which the update is applied
+        when a module reads it. Variables that are trained completely replace the variables of the
+        base, or are added if the base does not contain them.
         """
         return _merge(variables, base, tuple(self.updates.items()))
 
+    def merge_for_evaluation(self, variables: Variables, base: Variables) -> Variables:
+        """Returns the result of `merge_arrays`, or of `merge` if the base is in 8 bits."""
+        if self.lora.base == INT8:
+            return self.merge(variables, base)
+        return self.merge_arrays(variables, base)
+
     def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
-        """Returns the result of `merge`, computed by a compiled program.
+        """Returns the result of `merge` as plain arrays, computed by a compiled program.
 
         All objects with equal updates share the compiled program.
         """
@@ -294,6 +314,14 @@ def _hint(pattern: str, paths: Collection[str]) -> str:
     return did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
 
 
+def _is_rounded(name: str, axes: Axes) -> bool:
+    """Returns whether a parameter of the base is rounded with ``base="int8"``.
+
+    Kernels and embeddings are rounded. Tables and vectors are not, because they are small.
+    """
+    return name.endswith("kernel") or axes == ("vocab", "embed")
+
+
 def _merge(
     variables: Variables, base: Variables, updates: tuple[tuple[Keys, Update], ...]
 ) -> Variables:
@@ -301,12 +329,18 @@ def _merge(
     trained, merged = map(traverse_util.flatten_dict, (variables, base))
     for keys, update in updates:
         arrays = {leaf: trained.pop((*keys, leaf)) for leaf in update.leaves}
-        merged[keys] = update.apply(merged[keys], arrays)
+        merged[keys] = UpdatedParameter(merged[keys], arrays, update)
     # All arrays that are left in `trained` are variables that are trained completely.
     return traverse_util.unflatten_dict(merged | trained)
 
 
-_compiled_merge = jax.jit(_merge, static_argnums=2)
+@functools.partial(jax.jit, static_argnums=2)
+def _compiled_merge(
+    variables: Variables, base: Variables, updates: tuple[tuple[Keys, Update], ...]
+) -> Variables:
+    """Returns the result of `_merge` as plain arrays."""
+    merged: Variables = meta.unbox(_merge(variables, base, updates))
+    return merged
 
 
 def _matches_all(what: str, looped: list[str], is_match: Callable[[str], bool]) -> bool:

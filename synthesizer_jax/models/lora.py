@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Annotated
 
 from synthesizer_jax.base.registry import register
-from synthesizer_jax.base.typing import Count, Number, Positive
+from synthesizer_jax.base.typing import Choices, Count, Number, Positive
 from synthesizer_jax.primitives.parameters import check_path_pattern
+
+INT8 = "int8"
+"""The value of `LoRA.base` for a base in 8 bits."""
 
 
 @register
@@ -66,6 +70,10 @@ class LoRA:
         of them.
       whole: the pattern of parameters that are trained as complete arrays instead of by updates.
         For example, ``.*/bias`` trains all biases, and ``.*/scale`` trains the normalizations.
+      base: ``int8`` means that the run holds the kernels, embeddings and output projections of the
+        base in 8 bits, with one scale for each output; see `primitives.computed.quantize`. Every
+        layer computes its kernels from the 8 bits when it reads them. None means float32.
+        Parameters that are trained as complete arrays are always float32.
       base_checksum: the checksum of the base, which is the checkpoint in `Experiment.init_from`. A
         run sets the checksum, so that the adapters are never applied to a different base.
     """
@@ -80,6 +88,7 @@ class LoRA:
     tokens: tuple[Number, ...] = ()
     token_arrays: str = ".*embedding|logits_kernel"
     whole: str | None = None
+    base: Annotated[str, Choices((INT8,))] | None = None
     base_checksum: int | None = None
 
     def __post_init__(self) -> None:

@@ -76,6 +76,13 @@ class Trainable(Generic[Model]):
         del base
         return variables
 
+    def merge_for_evaluation(self, variables: Variables, base: Variables) -> Variables:
+        """Returns the variables for evaluations during training, in which each is read many times.
+
+        The arguments are the same as those of `merge`.
+        """
+        return self.merge_arrays(variables, base)
+
     def merge_arrays(self, variables: Variables, base: Variables) -> Variables:
         """Returns the result of `merge`. Subclasses may compile the computation."""
         return self.merge(variables, base)

@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.manager import Convert, convert_variables, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over, with_shardings
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel, looped_paths
 from synthesizer_jax.models.trainable import Trainable
+from synthesizer_jax.primitives.computed import Int8Array, quantize
 from synthesizer_jax.primitives.parameters import Variables, abstract_variables
 from synthesizer_jax.runs.saved import find_checkpoint, has_adapters
 from synthesizer_jax.sharding import shardings
@@ -67,12 +68,43 @@ def read_base(
     if experiment.training.adapters is None:
         return {}
     check_init_from(experiment)
-    _, base = read_initial_variables(find_base(experiment), mesh, report=report)
+    experiment = find_base(experiment)
+    convert = _conversion_of_base(experiment.trainable, mesh)
+    _, base = read_initial_variables(experiment, mesh, report=report, convert=convert)
     return base
 
 
+def _conversion_of_base(trainable: Trainable[Any], mesh: Mesh | None) -> Convert | None:
+    """Returns a function that rounds arrays of the base to 8 bits, or None for a float32 base.
+
+    Args:
+      trainable: the part of the model that the run trains.
+      mesh: the mesh over which the variables are sharded, or None.
+    """
+    shapes, axes = map(traverse_util.flatten_dict, trainable.abstract_base())
+    rounded = {keys: x for keys, x in shapes.items() if isinstance(x, Int8Array)}
+    if not rounded:
+        return None
+
+    def convert(keys: tuple[str, ...], array: jax.Array) -> PyTree:
+        """Returns the array in the form in which the base holds it."""
+        if keys not in rounded:
+            return array
+        sharding = None
+        if mesh is not None:
+            sharding = shardings(axes[keys], rounded[keys], mesh)
+        # The axes of the values are the axes of the array.
+        return jax.jit(quantize, static_argnums=1, out_shardings=sharding)(array, axes[keys].values)
+
+    return convert
+
+
 def restore_run(
-    directory: pathlib.Path, *, step: int | None = None, layout: Variables | None = None
+    directory: pathlib.Path,
+    *,
+    step: int | None = None,
+    layout: Variables | None = None,
+    convert: Convert | None = None,
 ) -> tuple[int, Variables]:
     """Returns the step and variables of a run's checkpoint, with adapters merged into their base.
 
@@ -85,6 +117,7 @@ def restore_run(
       step: the step to restore. None means the newest step.
       layout: shapes and shardings of the model's variables. If `layout` is None, one device holds
         all variables.
+      convert: a function that converts the variables; see `restore_variables`.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
@@ -94,14 +127,22 @@ def restore_run(
       ValueError: the checkpoint or the base cannot be read; see `read_base` and `restore_trained`.
     """
     if not has_adapters(directory):
-        return restore_variables(directory / "checkpoints", step=step, layout=layout)
+        return restore_variables(
+            directory / "checkpoints", step=step, layout=layout, convert=convert
+        )
     experiment, mesh = load_experiment(directory), None
     if layout is not None:
         mesh = jax.tree.leaves(layout)[0].sharding.mesh
     trainable = experiment.trainable
     step, trained = restore_trained(directory, trainable, step=step, mesh=mesh)
-    _, base = read_initial_variables(find_base(experiment), mesh, report=lambda _: None, draw=False)
-    return step, trainable.merge_arrays(trained, base)
+    _, base = read_initial_variables(
+        find_base(experiment),
+        mesh,
+        report=lambda _: None,
+        draw=False,
+        convert=_conversion_of_base(trainable, mesh),
+    )
+    return step, convert_variables(trainable.merge_arrays(trained, base), convert)
 
 
 def restore_trained(
@@ -146,7 +187,12 @@ def restore_trained(
 
 
 def read_initial_variables(
-    experiment: Experiment, mesh: Mesh | None, *, report: Callable[[str], object], draw: bool = True
+    experiment: Experiment,
+    mesh: Mesh | None,
+    *,
+    report: Callable[[str], object],
+    draw: bool = True,
+    convert: Convert | None = None,
 ) -> tuple[int, Variables]:
     """Returns the step of the checkpoint in `init_from`, and an experiment's initial variables.
 
@@ -160,6 +206,8 @@ def read_initial_variables(
         arrays.
       draw: whether to draw values at random. If `draw` is false, the result does not contain the
         variables for which `Experiment.draws` is true.
+      convert: a function that converts the initial variables; see `restore_variables`. If the
+        checkpoint contains all of them, each array is converted before the next array is read.
 
     Raises:
       ValueError: `init_from` is not a run, or an array does not fit.
@@ -170,7 +218,11 @@ def read_initial_variables(
     layout = None
     if mesh is not None:
         layout = layout_over(saved.model, saved.example, mesh)
-    step, variables = restore_run(directory, step=step, layout=layout)
+    # If the models are equal and no rule applies, all variables are restored as they are.
+    is_restored = saved.model == experiment.model and not experiment.init_rules
+    step, variables = restore_run(
+        directory, step=step, layout=layout, convert=convert if is_restored else None
+    )
 
     # Shapes are compared layer by layer, so the two models may differ in whether layers are
     # scanned.
@@ -180,9 +232,11 @@ def read_initial_variables(
     origins = find_origins(old, new, experiment.init_rules)
     report(f"init_from {source}\n{format_table(origins, old, new)}")
     check_problems(source, origins)
-    if saved.model == experiment.model and all(o.status == RESTORED for o in origins.values()):
+    if is_restored:
         return step, variables
-    return step, _assemble(experiment, saved.model, variables, origins, mesh=mesh, draw=draw)
+    if saved.model != experiment.model or any(o.status != RESTORED for o in origins.values()):
+        variables = _assemble(experiment, saved.model, variables, origins, mesh=mesh, draw=draw)
+    return step, convert_variables(variables, convert)
 
 
 def _looped_arrays(model: TokenModel, variables: Variables) -> dict[str, jax.Array]:

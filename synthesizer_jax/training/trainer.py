@@ -234,9 +234,9 @@ class Trainer:
         """Returns the variables of the whole model for evaluation and later use.
 
         The result contains the moving average of the parameters if the run has one. Adapters are
-        merged into their base.
+        merged into their base; see `Trainable.merge_for_evaluation`.
         """
-        return self.trainable.merge_arrays(state.averaged_variables, self.base)
+        return self.trainable.merge_for_evaluation(state.averaged_variables, self.base)
 
     def step_flops(self) -> float | None:
         """Returns the floating-point operations of a step on all devices together.
