@@ -241,7 +241,7 @@ class _Choice:
           ValueError: if the rules differ between layers of a scanned stack.
         """
         self._low_rank += looped
-        first, *others = ((path, self._lora.scale_for(path)) for path in looped)
+        first, *others = ((path, self._lora.rank_and_scale(path)) for path in looped)
         for path, scale in others:
             if scale != first[1]:
                 raise ValueError(

@@ -102,15 +102,22 @@ class LoRA:
                 f"training.adapters.tokens contains {repeated} twice. Give every token id once."
             )
 
-    def scale_for(self, path: str) -> tuple[int, float]:
+    def rank_and_alpha(self, path: str) -> tuple[int, float]:
+        """Returns the rank and the alpha of the low-rank update of a parameter.
+
+        Args:
+          path: the path of the parameter, in the form of looped layers.
+        """
+        for rule in self.rules:
+            if re.fullmatch(rule.pattern, path):
+                return rule.rank or self.rank, rule.alpha or self.alpha
+        return self.rank, self.alpha
+
+    def rank_and_scale(self, path: str) -> tuple[int, float]:
         """Returns the rank and the scale of the low-rank update of a parameter.
 
         Args:
           path: the path of the parameter, in the form of looped layers.
         """
-        rank, alpha = self.rank, self.alpha
-        for rule in self.rules:
-            if re.fullmatch(rule.pattern, path):
-                rank, alpha = rule.rank or rank, rule.alpha or alpha
-                break
+        rank, alpha = self.rank_and_alpha(path)
         return rank, alpha / (rank**0.5 if self.rank_stabilized else rank)

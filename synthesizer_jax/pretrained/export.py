@@ -18,14 +18,14 @@ from synthesizer_jax.pretrained.card_facts import (
     Facts,
 )
 from synthesizer_jax.pretrained.huggingface.export import write_folder
-from synthesizer_jax.pretrained.huggingface.peft import write_adapters
+from synthesizer_jax.pretrained.huggingface.peft_export import write_adapters
 from synthesizer_jax.pretrained.model_card import write_model_card
 from synthesizer_jax.pretrained.t5x import write_checkpoint
 from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.initial_parameters import restore_run, restore_trained
-from synthesizer_jax.training.run_directory import load_experiment
+from synthesizer_jax.training.initial_parameters import read_base, restore_run, restore_trained
+from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.source import read_source
 
 FORMATS = HUGGING_FACE, PEFT, T5X, SCANNED_T5X, STABLEHLO = (
@@ -171,6 +171,12 @@ def _export_adapters(
         step, trained = restore_trained(source, experiment.trainable, step=step)
         published = read_source(source)
         facts = Facts(experiment, step, published, details, directory.resolve().name, PEFT)
-        write_adapters(staging, adapted, unroll_variables(model, trained), base=facts.base)
+        write_adapters(
+            staging,
+            adapted,
+            unroll_variables(model, trained),
+            lambda: unroll_variables(model, read_base(find_base(experiment), None)),
+            base=facts.base,
+        )
         write_model_card(staging, source, facts)
         advance(1)

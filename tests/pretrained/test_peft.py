@@ -13,16 +13,17 @@ from safetensors.numpy import load_file, save_file
 
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.models import LoRA
+from synthesizer_jax.models import LoRA, LoRARule
 from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
 from synthesizer_jax.pretrained.huggingface.peft import with_adapters
+from synthesizer_jax.pretrained.huggingface.peft_config import PeftConfig
 from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.training.experiment import InitRule
-from synthesizer_jax.training.run_directory import find_base, load_experiment
+from synthesizer_jax.training.run_directory import find_base, start_from_run
 from synthesizer_jax.training.trainer import Trainer
 from tests.pretrained import gemma
 from tests.pretrained.folders import TINY, UNTIED, make_folder, make_tensors
@@ -73,7 +74,7 @@ def adapt(source, directory, lora, init_rules=()):
 
     All trained parameters differ from their initial values.
     """
-    recipe = load_experiment(source).starting_from(str(source))
+    recipe = start_from_run(source)
     training = replace(recipe.training, adapters=lora, optimizer=AdamW())
     recipe = find_base(replace(recipe, training=training, init_rules=init_rules))
     state = Trainer(recipe, jax.devices()[:1]).init()
@@ -133,9 +134,8 @@ def test_updates_are_added_to_the_base(tmp_path, base, rslora, scale):
 def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
     updates = adapters(make_tensors(TINY | UNTIED))
     name = f"base_model.model.{MATRICES[0]}.lora_A.weight"
-    norm, embedding, shared = (
-        f"base_model.model.{module}.weight"
-        for module in ("encoder.final_layer_norm", "encoder.embed_tokens", "shared")
+    norm, shared = (
+        f"base_model.model.{module}.weight" for module in ("encoder.final_layer_norm", "shared")
     )
     table = np.ones((TINY["vocab_size"], TINY["d_model"]), "f")
     cases = [
@@ -148,8 +148,48 @@ def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
         (
             base,
             updates,
+            {"lora_bias": True},
+            "lora_bias is True, which is not supported.* Merge the",
+        ),
+        (
+            base,
+            updates,
             {"use_dora": True},
-            "use_dora is True, which is not supported.* Merge the adapters",
+            "use_dora is True, but .*lora_magnitude_vector is missing",
+        ),
+        (base, updates, {"r": 4}, "q.lora_B.weight have the rank 3, but the configuration says 4"),
+        (base, updates, {"target_modules": ["q", "o", "wi_0", "lm_head"]}, r"selects .*\.k?q, but"),
+        (
+            base,
+            updates,
+            {"target_modules": r".*1\.layer.*(q|wi_0)|lm_head"},
+            r"A\.weight exists, but target_modules does not select decoder.block.0.*Attention\.o",
+        ),
+        (base, {}, {"target_modules": ["query"]}, "target_modules selects no module of the base"),
+        (base, updates, {"target_modules": "("}, r"contains '\(', which is not a valid regular"),
+        (
+            base,
+            updates,
+            {"alpha_pattern": {"q": "x"}},
+            "alpha_pattern is .* must map patterns to pos",
+        ),
+        (
+            base,
+            updates,
+            {"layers_pattern": 3},
+            "layers_pattern is 3, but it must be text or a list",
+        ),
+        (
+            base,
+            updates | {"base_model.model.shared.token_adapter.trainable_tokens_delta": table[:1]},
+            {"trainable_token_indices": [3, 5]},
+            r"trainable_tokens_delta has the shape \(1, 20\) instead of \(2, 20\)",
+        ),
+        (
+            base,
+            updates | {"base_model.model.shared.token_adapter.trainable_tokens_delta": table[:1]},
+            {"trainable_token_indices": [384]},
+            "indices contains 384, but shared.weight has only the tokens 0 to 383 .resize the",
         ),
         (
             base,
@@ -179,12 +219,6 @@ def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
         (base, {norm: np.ones(20, int)}, {}, "norm.weight is I64, which is not a floating-point"),
         (
             base,
-            {embedding: table},
-            {},
-            r"embed_tokens\.weight are one parameter of the model, so all",
-        ),
-        (
-            base,
             {shared: table},
             {"modules_to_save": ["shared"]},
             "modules_to_save contains shared, but transformers does not compute with it",
@@ -203,7 +237,6 @@ def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
         ("alora_invocation_tokens", [5, 6]),
         ("arrow_config", {"top_k": 2}),
         ("kasa_config", {}),
-        ("trainable_token_indices", [3]),
         ("use_qalora", True),
         ("init_lora_weights", "pissa"),
         ("of_another_version", 3),
@@ -215,6 +248,135 @@ def test_an_option_that_is_not_implemented_is_refused_by_its_name(tmp_path, base
         ValueError, match=rf"{name} is .* Merge the adapters into the model with PEFT"
     ):
         with_adapters(folder, open_folder(base))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("f")
+
+
+def low_rank(tensors, name, seed):
+    """Returns the tensors of a low-rank update with a magnitude, and the updated tensor.
+
+    Embeddings have other names and the transposed shapes.
+    """
+    w = tensors[f"{name}.weight"].astype(np.float64)
+    is_embedding = name.endswith("embed_tokens")
+    inputs, outputs = w.shape if is_embedding else w.shape[::-1]
+    a, b, m = normal(seed, RANK, inputs), normal(seed + 1, outputs, RANK), normal(seed + 2, outputs)
+    delta = b.astype(np.float64) @ a
+    updated = w + ALPHA / RANK * (delta.T if is_embedding else delta)
+    axis = 0 if is_embedding else 1
+    scaled = updated * np.expand_dims(m / np.linalg.norm(updated, axis=axis), axis)
+    names = ("lora_embedding_A", "lora_embedding_B")
+    if not is_embedding:
+        names = ("lora_A.weight", "lora_B.weight")
+    found = dict(zip((*names, "lora_magnitude_vector"), (a, b, m), strict=True))
+    return {f"base_model.model.{name}.{leaf}": x for leaf, x in found.items()}, updated, scaled
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_magnitudes_and_embeddings_are_read(tmp_path, base, dora):
+    """The embeddings of both stacks have the same update, so they stay one parameter."""
+    tensors = make_tensors(TINY | UNTIED)
+    tensors |= {
+        f"{s}.embed_tokens.weight": tensors["shared.weight"] for s in ("encoder", "decoder")
+    }
+    names = [*MATRICES, "encoder.embed_tokens", "decoder.embed_tokens"]
+    updates = {}
+    for i, name in enumerate(names):
+        found, plain, scaled = low_rank(tensors, name, min(3 * i, 3 * len(MATRICES)))
+        updates |= {k: x for k, x in found.items() if dora or not k.endswith("vector")}
+        tensors[f"{name}.weight"] = (scaled if dora else plain).astype("f")
+    tensors["shared.weight"] = tensors["encoder.embed_tokens.weight"]
+    merged = make_folder(tmp_path / "merged", TINY | UNTIED, tensors)
+    config = {"use_dora": dora, "r": RANK, "target_modules": names}
+    folder = write(tmp_path / "adapters", base, updates, **config)
+    for encoder_only in (False, True):
+        found, expected = (load(x, encoder_only=encoder_only).variables for x in (folder, merged))
+        close(found, expected, atol=2e-5)
+
+
+def test_modules_that_share_an_embedding_may_differ(tmp_path):
+    """The model then has an embedding for each stack, and an output projection."""
+    tensors = make_tensors(TINY)
+    base = make_folder(tmp_path / "base", TINY, tensors)
+    table = tensors["shared.weight"]
+    rows = normal(1, 2, TINY["d_model"])
+    updates, updated, _ = low_rank({"embed_tokens.weight": table}, "embed_tokens", 2)
+    updates = {
+        k.replace("embed_tokens", "encoder.embed_tokens"): x
+        for k, x in updates.items()
+        if not k.endswith("vector")
+    }
+    updates["base_model.model.decoder.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
+    config = {"target_modules": r"encoder\.embed_tokens"}
+    config["trainable_token_indices"] = {"decoder.embed_tokens": [7, 4]}
+    loaded = load(write(tmp_path / "adapters", base, updates, **config))
+    model = loaded.model
+    assert (model.tied, model.encoder_d_model) == (False, TINY["d_model"])
+    assert model.logits_scale == TINY["d_model"] ** -0.5
+    params = loaded.variables["params"]
+    of_decoder = table.copy()
+    of_decoder[[7, 4]] = rows
+    np.testing.assert_array_equal(params["embedding"], of_decoder)
+    np.testing.assert_array_equal(params["logits_kernel"], table.T)
+    np.testing.assert_allclose(params["encoder_embedding"], updated, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [TINY, TINY | UNTIED], ids=["tied", "untied"])
+def test_tokens_of_the_shared_embedding_are_rows_of_all_modules(tmp_path, config):
+    """As in PEFT, this includes an output projection that the model does not tie."""
+    config = config | {"num_heads": 2}
+    tensors = make_tensors(config)
+    base = make_folder(tmp_path / "base", config, tensors)
+    rows = normal(1, 2, TINY["d_model"])
+    name = "base_model.model.shared.token_adapter.trainable_tokens_delta"
+    folder = write(tmp_path / "adapters", base, {name: rows}, trainable_token_indices=[7, 4])
+    for name in {"shared.weight", "lm_head.weight"} & tensors.keys():
+        tensors[name] = tensors[name].copy()
+        tensors[name][[7, 4]] = rows
+    merged = make_folder(tmp_path / "merged", config, tensors)
+    close(load(folder).variables, load(merged).variables, atol=0)
+    # With a mesh, every device reads only its part of an embedding.
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices()[:4])
+    close(load(folder, mesh=mesh).variables, load(merged).variables, atol=0)
+
+
+Q, WO = "encoder.block.1.layer.0.SelfAttention.q", "decoder.block.0.layer.2.DenseReluDense.wo"
+MODULES = [Q, WO, "decoder.block.1.layer.0.SelfAttention.o", "lm_head", "encoder.embed_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "selected"),
+    [
+        ({"targets": ("q", "wo")}, {Q, WO}),
+        ({"targets": ("DenseReluDense.wo", "o", "elfAttention.q")}, {WO, MODULES[2]}),
+        ({"targets": r".*\.(q|o)"}, {Q, MODULES[2]}),
+        ({"targets": "q"}, set()),
+        ({"targets": "all-linear"}, {Q, WO, MODULES[2]}),
+        ({"targets": "All-Linear", "excluded": ("o",)}, {Q, WO}),
+        ({"targets": ("q", "o", "wo"), "excluded": "encoder.*"}, {WO, MODULES[2]}),
+        ({"targets": ("q", "o", "wo"), "layers": (1,)}, {Q, MODULES[2]}),
+        ({"targets": ("q", "wo"), "layers": (0,), "layer_lists": ("block",)}, {WO}),
+        ({"targets": ("q", "wo"), "layers": (0,), "layer_lists": ("layer",)}, {Q}),
+        ({"targets": ("q", "wo"), "layers": ()}, {Q, WO}),
+        ({"targets": ("q", "lm_head"), "whole": ("lm_head",)}, {Q}),
+        ({"targets": ("q", "wo"), "whole": ("decoder",)}, {Q}),
+        ({"targets": ("embed_tokens",)}, {"encoder.embed_tokens"}),
+    ],
+)
+def test_modules_are_selected_by_the_rules_of_peft(options, selected):
+    """tests/peers compares the rules with PEFT itself."""
+    config = PeftConfig(alpha=1.0, **options)
+    assert config.select(MODULES, outputs=MODULES[-2:]) == selected
+
+
+def test_the_first_pattern_that_matches_the_end_of_a_name_applies(tmp_path, base):
+    fields = {"lora_alpha": 8, "r": 4, "use_rslora": True, "alpha_pattern": {r"block\.\d+.*q": 2}}
+    fields["rank_pattern"] = {"SelfAttention": 5, "q": 16, "SelfAttention.(q|o)": 9}
+    config = PeftConfig.read(write(tmp_path / "a", base, {}, **fields) / "adapter_config.json")
+    assert [config.rank_of(name) for name in MODULES[:3]] == [16, 4, 9]
+    assert [config.scale_of(name, 16) for name in MODULES[:2]] == [0.5, 2.0]
 
 
 def test_a_folder_without_a_base_or_tensors_says_what_to_do(tmp_path, base):
@@ -255,6 +417,86 @@ def test_adapters_of_a_t5gemma_are_read_for_its_encoder(tmp_path):
     for encoder_only in (False, True):
         found, expected = (load(x, encoder_only=encoder_only).variables for x in (folder, merged))
         close(found, expected, atol=1e-5)
+
+
+KINDS = {
+    "rules": LoRA(
+        RANK,
+        ALPHA,
+        ".*/(query|wo)/kernel",
+        rules=(
+            LoRARule(".*/query/.*", 2),
+            LoRARule("decoder/layers_1/mlp/.*", alpha=3.0),
+        ),
+        rank_stabilized=True,
+        whole=".*/final_norm/scale",
+    ),
+    "dora": LoRA(RANK, ALPHA, ".*/kernel|logits_kernel", dora=True),
+    "embeddings": LoRA(RANK, ALPHA, embeddings=".*embedding"),
+    "dora of embeddings": LoRA(RANK, ALPHA, embeddings=".*embedding", dora=True),
+    "tokens": LoRA(RANK, ALPHA, tokens=(9, 4)),
+    "one token": LoRA(RANK, ALPHA, tokens=(9,)),
+}
+"""The kinds of adapters, by name."""
+
+
+def make_base(folder, family):
+    """Writes the folder of a base model. The family is ``tied``, ``untied`` or ``gemma``."""
+    if family.startswith("gemma"):
+        config = gemma.CONFIGS["balanced" if family == "gemma, tied" else "unbalanced"]
+        return gemma.make_folder(folder, config, gemma.make_tensors(config))
+    config = TINY | (UNTIED if family == "untied" else {})
+    return make_folder(folder, config, make_tensors(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("untied", "rules"),
+        ("untied", "dora"),
+        ("tied", "embeddings"),
+        ("tied", "dora of embeddings"),
+        ("tied", "tokens"),
+        ("untied", "tokens"),
+        ("untied", "one token"),
+        ("gemma, tied", "dora of embeddings"),
+        ("gemma, tied", "tokens"),
+        ("gemma", "rules"),
+    ],
+)
+def test_all_kinds_of_adapters_are_exported_and_read_again(tmp_path, family, kind):
+    base = make_base(tmp_path / "base", family)
+    convert_checkpoint(base, tmp_path / "run", vocabulary=Bytes(125))
+    adapt(tmp_path / "run", tmp_path / "lora", KINDS[kind])
+    folder = tmp_path / "peft"
+    export_run(tmp_path / "lora", folder, to="peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    found, expected = load(folder), load(tmp_path / "lora")
+    params = expected.variables["params"]
+    if kind == "dora of embeddings":
+        # Low-rank updates with magnitudes differ between an embedding and an output projection, so
+        # the output projection is saved as a complete tensor.
+        output = "lm_head" if family == "tied" else "lm_head.out_proj"
+        assert config["modules_to_save"] == [output]
+        params = params | {"logits_kernel": params["embedding"].T}
+    else:
+        assert found.model == expected.model
+    close(found.variables["params"], params, atol=1e-5)
+    if kind == "rules" and family == "untied":
+        assert config["target_modules"] == ["q", "wo"]
+        assert config["rank_pattern"] == {"q": 2}
+        assert config["alpha_pattern"] == {r"decoder\.block\.1\.layer\.2\.DenseReluDense\.wo": 3.0}
+        assert config["modules_to_save"] == ["decoder.final_layer_norm", "encoder.final_layer_norm"]
+
+
+def test_a_run_that_peft_cannot_represent_is_refused(tmp_path, base):
+    convert_checkpoint(base, tmp_path / "run", vocabulary=Bytes(125))
+    adapt(tmp_path / "run", tmp_path / "lora", LoRA(targets=None, tokens=(9,)))
+    with pytest.raises(ValueError, match=r"no low-rank updates, but PEFT needs at least one\. Ex"):
+        export_run(tmp_path / "lora", tmp_path / "peft", to="peft")
+    assert not (tmp_path / "peft").exists()
 
 
 WHOLE = (
