@@ -49,6 +49,20 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """The configurations of transformers by the kinds of folders."""
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA of PEFT": {"target_modules": "all-linear"},
+    "LoRA of PEFT, patterns": {
+        "target_modules": r".*\.(q|o|wo)",
+        "rank_pattern": {"q": 2, r"decoder.*\.wo": 5},
+        "alpha_pattern": {r"block\.1\..*": 20},
+        "use_rslora": True,
+    },
+    "LoRA of PEFT, embeddings": {"target_modules": ["embed_tokens", "lm_head", "v"]},
+    "DoRA of PEFT": {"target_modules": "all-linear", "use_dora": True},
+    "tokens of PEFT": {"target_modules": ["v"], "trainable_token_indices": [9, 40]},
+}
+"""The options of adapters by their kinds. The base is a T5 1.1."""
+
 TEXTS = ["what is it", "a longer text, of two parts"]
 LIBRARY = {"CodeT5": "CodeT5", "Pile-T5": "LLaMA", "T5 with added tokens": "T5"}
 """The tokenizers of the kinds whose tokenizer needs the library ``tokenizers``."""
@@ -147,15 +161,31 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         (whole / "tokenizer").symlink_to(whole)
         yield row(f"encoder of {kind}", folder)
     if importlib.util.find_spec("peft"):
-        peft = importlib.import_module("peft")
-        folder = scratch / "peft"
-        base = scratch / "T5 1.1, FLAN-T5"
-        lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
-        adapted = peft.get_peft_model(
-            transformers.AutoModelForSeq2SeqLM.from_pretrained(base), lora
-        )
-        adapted.save_pretrained(folder)
-        yield row("LoRA of PEFT", folder, adapted.base_model.model)
+        for kind in ADAPTERS:
+            adapted = adapt(scratch / "T5 1.1, FLAN-T5", kind)
+            adapted.save_pretrained(scratch / kind)
+            yield row(kind, scratch / kind, adapted.base_model.model)
+
+
+def adapt(base: pathlib.Path, kind: str) -> Any:
+    """Returns a model of PEFT with random adapters of a kind.
+
+    Args:
+      base: the folder of the base model.
+      kind: a name in `ADAPTERS`.
+    """
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(r=3, init_lora_weights=False, **ADAPTERS[kind])
+    adapted = peft.get_peft_model(transformers.AutoModelForSeq2SeqLM.from_pretrained(base), config)
+    parameters = dict(adapted.named_parameters())
+    for name, parameter in parameters.items():
+        # The initial values of magnitudes and tokens are those of the base.
+        if "magnitude" in name or "tokens_delta" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        # A folder of transformers has only one embedding, so both stacks need the same updates.
+        if ".encoder.embed_tokens" in name:
+            parameter.data = parameters[name.replace(".encoder.", ".decoder.")].data.clone()
+    return adapted
 
 
 def tokenizer_rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,13 @@ from synthesizer_jax.primitives.parameters import apply_method
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.initial_parameters import read_base, restore_trained
 from synthesizer_jax.training.run_directory import load_experiment
-from tests.peers.test_transformers import compare_logits, load_reference, make_model
+from tests.peers.test_transformers import (
+    TOLERANCE,
+    compare_logits,
+    deviation,
+    load_reference,
+    make_model,
+)
 from tests.pretrained import gemma
 from tests.pretrained.folders import FAMILIES, TINY
 from tests.pretrained.test_peft import KINDS, MODULES, adapt
@@ -45,6 +51,15 @@ def make_base(folder, family):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     model.save_pretrained(folder)
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(folder)
+
+
+def compare(reference, model, variables, family):
+    """Compares the logits of a model with those of a transformers model with adapters.
+
+    With soft caps, both differ by up to 7e-6 of the largest logit from the logits in float64.
+    """
+    tolerance = 2e-5 if family.startswith("T5Gemma") else TOLERANCE
+    assert deviation(reference, model, variables) <= tolerance
 
 
 @pytest.fixture(params=["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
@@ -146,7 +161,7 @@ def test_all_kinds_of_adapters_of_peft_are_read(tmp_path, monkeypatch, family, k
     loaded = load(tmp_path / "adapters")
     again = load_reference(tmp_path / "base", load(tmp_path / "base").model)
     read = peft.PeftModel.from_pretrained(again, "adapters").base_model.model.eval()
-    compare_logits(read, loaded.model, loaded.variables)
+    compare(read, loaded.model, loaded.variables, family)
 
 
 def test_modules_and_patterns_are_matched_as_in_peft():
@@ -229,7 +244,7 @@ def test_peft_reads_all_kinds_of_adapters(tmp_path, family, kind):
     model, variables, _ = load(tmp_path / "lora")
     reference = load_reference(tmp_path / "base", model)
     adapted = peft.PeftModel.from_pretrained(reference, tmp_path / "adapters")
-    compare_logits(adapted.base_model.model.eval(), model, variables)
+    compare(adapted.base_model.model.eval(), model, variables, family)
 
 
 STEPS = 3

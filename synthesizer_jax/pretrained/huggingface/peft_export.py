@@ -7,6 +7,7 @@ import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
@@ -157,7 +158,9 @@ class _Writer:
                     # The magnitudes of an embedding belong to its columns, and those of an output
                     # projection belong to its rows, so the output projection is saved completely.
                     base = traverse_util.flatten_dict(self._read_base())[keys]
-                    arrays = {leaf: self._arrays[*keys, leaf] for leaf in update.leaves}
+                    arrays = {
+                        leaf: jnp.asarray(self._arrays[*keys, leaf]) for leaf in update.leaves
+                    }
                     self._add_whole(c, [module], np.asarray(update.apply(base, arrays)))
                     continue
                 # The output projection has the transposed matrix of the embedding.
