@@ -290,16 +290,36 @@ def draw_training(draw: Draw, kind: str, start: str) -> list[str]:
     settings.append(f"training.keep_latest={draw.choice([1, 2])}")
     settings.append(f"training.keep_best={draw.choice([0, 1])}")
     if start == "adapters":
-        targets = draw.choice([".*/(query|value)/kernel", ".*kernel", ".*/layers_[01]/.*/kernel"])
-        adapters = {"type": "LoRA", "rank": draw.choice([2, 4]), "alpha": 8.0, "targets": targets}
-        if draw.chance(0.3):
-            adapters["base"] = "int8"
-        settings.append(f"training.adapters={json.dumps(adapters)}")
+        settings.append(f"training.adapters={json.dumps(draw_adapters(draw))}")
     elif draw.chance(0.25):
         settings.append(f"training.rules={json.dumps(draw_rules(draw, kind))}")
     if start == "init_from":
         settings += draw_initialization(draw)
     return settings
+
+
+def draw_adapters(draw: Draw) -> dict[str, Any]:
+    """Returns the adapters of a run."""
+    targets = draw.choice([".*/(query|value)/kernel", ".*kernel", ".*/layers_[01]/.*/kernel"])
+    adapters: dict[str, Any] = {
+        "type": "LoRA",
+        "rank": draw.choice([2, 4]),
+        "alpha": 8.0,
+        "targets": targets,
+    }
+    adapters["dora"] = draw.chance(0.3)
+    adapters["rank_stabilized"] = draw.chance(0.3)
+    if draw.chance(0.3):
+        adapters["rules"] = [{"type": "LoRARule", "pattern": targets, "rank": 3}]
+    if draw.chance(0.3):
+        adapters["whole"] = ".*/scale"
+    if draw.chance(0.3):
+        adapters["embeddings"] = "embedding"
+    elif draw.chance(0.3):
+        adapters |= {"tokens": [7, 3], "token_arrays": "embedding"}
+    if draw.chance(0.3):
+        adapters["base"] = "int8"
+    return adapters
 
 
 def draw_initialization(draw: Draw) -> list[str]:

@@ -45,6 +45,13 @@ if TYPE_CHECKING:
 
 OTHER_NAMES = {
     **dict.fromkeys(("lora", "peft", "adapter"), "training.adapters=LoRA"),
+    "target_modules": "training.adapters.targets",
+    "lora_alpha": "training.adapters.alpha",
+    "use_dora": "training.adapters.dora=true",
+    "use_rslora": "training.adapters.rank_stabilized=true",
+    "modules_to_save": "training.adapters.whole",
+    "trainable_token_indices": "training.adapters.tokens",
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), "training.adapters.rules"),
     **dict.fromkeys(
         ("bf16", "fp16", "half", "mixed_precision", "precision"), "model.dtype=bfloat16"
     ),
