@@ -32,7 +32,7 @@ def test_importing_the_package_loads_neither_jax_nor_tensorflow_and_no_network()
         "socket.socket.connect = None\n"
         "import synthesizer_jax\n"
         "tensorflow = {'tensorflow', 'seqio', 'tensorflow_datasets'}\n"
-        "heavy = tensorflow | {'jax', 'flax', 'orbax', 'torch', 'matplotlib'}\n"
+        "heavy = tensorflow | {'jax', 'flax', 'orbax', 'torch', 'tokenizers', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     assert python("-c", program).stdout.strip() == "[]"
@@ -147,7 +147,7 @@ def test_a_folder_of_transformers_is_loaded_without_optimizers(tmp_path):
     modules = set(python("-c", LOADED, adapters).stdout.split())
     absent = {"cli", "distillation", "optimizers", "preparation", "reports", "training"}
     assert not absent & rooms_of(modules)
-    assert "optax" not in modules
+    assert not {"optax", "tokenizers"} & modules
 
 
 TRAINED = """

@@ -137,6 +137,21 @@ SESSION = [
         2,
         "--extra-ids can only be used with --vocabulary",
     ),
+    (
+        "convert runs/mine runs/mixture --vocabulary a.json --extra-ids 3",
+        2,
+        "--extra-ids is 3, but a.json contains its sentinels",
+    ),
+    (
+        "data prepare others --data-dir DATA --vocabulary a.json --bos",
+        2,
+        "a.json determines the sentinels and BOS. Leave --extra-ids and --bos out",
+    ),
+    (
+        "data prepare others --data-dir DATA --vocabulary a.json",
+        2,
+        "There is no tokenizer a.json. Give the path of a tokenizer.json",
+    ),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000000", 2, "--max-length is"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 1000000", 2, "GiB of memory"),
     ("convert runs/mine runs/mixture --encoder rv --max-length 32", 0, "parameters of runs/mine"),

@@ -18,7 +18,8 @@ from synthesizer_jax.data.batch import GROUP
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
 from synthesizer_jax.data.pipeline import DEPTH, PrefetchedStream, Stream
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import Classes
+from synthesizer_jax.data.vocabularies import Bytes, Classes
+from synthesizer_jax.tasks.splits import open_stream
 from synthesizer_jax.training import experiment  # noqa: F401 - registers DataConfig
 from tests.data import small
 
@@ -322,6 +323,20 @@ def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
         found += small.spell(np.array(source))
     epoch = found[: len("".join(texts := [small.text("notes", i) for i in range(40)]))]
     assert all(text in epoch for text in texts)
+
+
+def test_other_tokens_may_follow_the_sentinels(data_dir: pathlib.Path) -> None:
+    """An objective uses the vocabulary's first sentinel, which may not be the last id."""
+
+    class WithAddedTokens(Bytes):
+        first_sentinel = 300
+
+    config = dataclasses.replace(small.TEXT_CONFIG, inputs_length=32, objective=SPANS)
+    plain = next(small.stream(data_dir, config))["encoder_input_tokens"]
+    found = next(open_stream(config, WithAddedTokens(), data_dir=data_dir))["encoder_input_tokens"]
+    assert plain.max() == small.VOCABULARY.vocab_size - 1
+    shift = np.where(plain >= 259, plain.max() - 300, 0)
+    np.testing.assert_array_equal(found, plain - shift)
 
 
 def test_objectives_of_tasks_and_of_the_command_line(data_dir: pathlib.Path) -> None:

@@ -52,8 +52,13 @@ def test_the_files_of_the_tokenizer_are_kept_unchanged(pile, run, tmp_path):
     assert loaded.vocabulary.digest == load(run).vocabulary.digest
 
 
-def test_an_encoder_reads_what_the_post_processor_makes(pile):
-    loaded = load(pile, encoder_only=True)
+def test_an_encoder_reads_what_the_post_processor_makes(pile, tmp_path):
+    """The tokenizer may be in a folder beside the model, as in AuraFlow."""
+    shutil.copytree(pile, tmp_path / "text_encoder")
+    (tmp_path / "tokenizer").mkdir()
+    for file in (tmp_path / "text_encoder").glob("*token*.json"):
+        file.rename(tmp_path / "tokenizer" / file.name)
+    loaded = load(tmp_path, subfolder="text_encoder", encoder_only=True)
     (states, _) = encode(loaded, TEXTS, pool=False)
     assert len(states) == len(loaded.vocabulary.encode(TEXTS[0])) + 1
     assert loaded.vocabulary.around_inputs == ([], [2])
