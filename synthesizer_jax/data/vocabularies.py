@@ -411,6 +411,11 @@ def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Sentence
             model.pieces.add(piece=f"▁<extra_id_{i}>", score=0.0, type=kind)
         processor.LoadFromSerializedProto(model.SerializeToString())
     except (DecodeError, RuntimeError) as error:
+        if path.suffix == ".json":
+            raise ValueError(
+                f"{path} is not a SentencePiece model. For a tokenizer.json, set vocabulary="
+                f'{{"type": "Tokenizer", "path": "{path}"}}.'
+            ) from error
         raise ValueError(
             f"{path} is damaged, or it is not a SentencePiece model ({error}). {_REMEDY}"
         ) from error

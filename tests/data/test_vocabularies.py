@@ -65,6 +65,13 @@ def test_long_texts_are_trained_on_too(tmp_path):
     assert 2 not in SentencePiece(str(tmp_path / "v.model"), 0).encode("a é")
 
 
+def test_a_tokenizer_json_is_not_a_sentencepiece_model(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not .* set vocabulary=.*Tokenizer"):
+        SentencePiece(str(path)).build()
+
+
 def test_ids_that_a_model_does_not_have_give_one_sentence(tmp_path):
     path = tmp_path / "vocabulary.model"
     # By default, SentencePiece uses the ids 0 for unknown, 1 for BOS and 2 for EOS, and no padding.

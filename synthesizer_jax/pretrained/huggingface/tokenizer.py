@@ -227,7 +227,8 @@ def _obstacle(
         ("add_eos_token", not vocabulary.bos),
     ):
         if fields.get(field) not in (None, expected):
-            return f"{field} in {path} is {format_value(fields[field])}."
+            value = format_value(fields[field])
+            return f"{field} in {path} is {value}, which needs a {TOKENIZER}."
     return None
 
 
