@@ -20,7 +20,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synthesizer_jax as sj
-from synthesizer_jax.attention import attend, banded, low_rank, static
+from synthesizer_jax.attention import (
+    attend,
+    attend_with_log_sums,
+    banded,
+    low_rank,
+    merge_attention,
+    static,
+)
 from synthesizer_jax.attention.routes import ROUTES
 from synthesizer_jax.primitives.parameters import ACTIVATION_AXES, LOGICAL_AXES
 from tests.attention.cases import normal
@@ -49,11 +56,22 @@ def product_and_bias(bias: jax.Array, x: jax.Array) -> Any:
     return low_rank(x, x, token_keys=True), static(bias)
 
 
+def merged(bias: jax.Array, x: jax.Array, mask: sj.Mask) -> jax.Array:
+    """Attends to all tokens and once more to the first three tokens, in one softmax."""
+    own = attend_with_log_sums(
+        product_and_bias(bias, x), x, mask=mask, q_length=LENGTH, implementation="fused"
+    )
+    first = x[:, :3]
+    other = attend_with_log_sums((low_rank(x, 0.5 * first, token_keys=True),), first)
+    return merge_attention((own, other))[0]
+
+
 FUNCTIONS = {
     "static": (by_route("static", lambda table, _: (static(table),)), SQUARE),
     "fused": (by_route("fused", product_and_bias), SQUARE),
     "banded": (by_route("banded", lambda w, _: (banded(w, first=-1),)), (1, 1, HEADS, 3)),
     "reference": (by_route("reference", product_and_bias), SQUARE),
+    "merge_attention": (merged, SQUARE),
     "dot_product_attention": (
         lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask),
         SQUARE,

@@ -9,10 +9,16 @@ from synthesizer_jax.attention.cache import Cache, extend, init_cache
 from synthesizer_jax.attention.explanations import Explanation, explain
 from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.merging import merge_attention
 from synthesizer_jax.attention.partition import Partition
 from synthesizer_jax.attention.reference_route import materialize_logits
 from synthesizer_jax.attention.relative_table import RelativeTable, relative_bias
-from synthesizer_jax.attention.routes import attend, attention_weights, drop_value_vectors
+from synthesizer_jax.attention.routes import (
+    attend,
+    attend_with_log_sums,
+    attention_weights,
+    drop_value_vectors,
+)
 from synthesizer_jax.attention.terms import (
     Banded,
     LowRank,
@@ -50,6 +56,7 @@ __all__ = [
     "Terms",
     "add",
     "attend",
+    "attend_with_log_sums",
     "attention_weights",
     "banded",
     "dot_product_attention",
@@ -60,6 +67,7 @@ __all__ = [
     "low_rank",
     "materialize",
     "materialize_logits",
+    "merge_attention",
     "outer",
     "relative",
     "relative_bias",

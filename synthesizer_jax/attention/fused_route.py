@@ -53,11 +53,13 @@ from synthesizer_jax.attention.terms import (
     Call,
     LowRank,
     Outer,
+    Output,
     Relative,
     Static,
     Term,
     Terms,
     cut_diagonals,
+    no_log_sum,
     uses_segment_positions,
 )
 from synthesizer_jax.base.typing import PyTree
@@ -92,10 +94,11 @@ class Options(NamedTuple):
     platforms: tuple[str, ...] = _KERNEL_PLATFORMS
 
 
-def attend_fused(call: Call) -> jax.Array:
+def attend_fused(call: Call) -> Output:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
-    The logits are computed in tiles; see the module's docstring.
+    The logits are computed in tiles; see the module's docstring. If `call.log_sums` is True, the
+    log sums ``[b, q, h]`` are returned as well.
     """
     inputs = fused_inputs(call)
     options = fused_options(call)
@@ -113,6 +116,8 @@ def attend_fused(call: Call) -> jax.Array:
     # `forward` refers to `q_length` instead of `call`, because the functions that `with_gradient`
     # takes must not close over arrays.
     q_length = call.q_length
+    if call.log_sums:
+        return _attend_with_log_sums(q_length, options, inputs)
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         """Returns the attention output and the softmax statistics of each row."""
@@ -135,6 +140,47 @@ def attend_fused(call: Call) -> jax.Array:
 
     out: jax.Array = with_gradient(forward, backward, name=CHECKPOINT_NAME)((inputs, call.sinks))
     return out
+
+
+def _attend_with_log_sums(
+    q_length: int, options: Options, inputs: FusedInputs
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output ``[b, q, h, e]`` and the log sums ``[b, q, h]``.
+
+    The log sum of a row is ``c + log l``, and its derivative by the logits is P. A cotangent dL of
+    the log sums therefore adds ``P ∘ dL`` to the cotangent of the logits::
+
+      dS = P ∘ (dP - δ + dL)
+
+    The backward pass is the same as without log sums, except that it gets ``δ - dL`` as δ.
+    """
+
+    def forward(inputs: FusedInputs) -> tuple[tuple[jax.Array, jax.Array], SoftmaxStats]:
+        """Returns the output and the log sums, and the softmax statistics of each row."""
+        out, stats = fused_forward(q_length, options, inputs)
+        inverse = stats.inverse_row_sum
+        has_keys = inverse > 0
+        log_sums = stats.row_max - jnp.log(jnp.where(has_keys, inverse, 1))
+        log_sums = jnp.where(has_keys, log_sums, no_log_sum(log_sums.dtype))
+        return (out, log_sums[..., 0]), stats
+
+    def backward(
+        inputs: FusedInputs,
+        results: tuple[jax.Array, jax.Array],
+        stats: SoftmaxStats,
+        cotangents: tuple[jax.Array, jax.Array],
+    ) -> FusedInputs:
+        """Returns the cotangents of the inputs."""
+        dout, dlog_sums = cotangents
+        delta = softmax_vjp_delta(results[0], dout, stats.row_max.dtype)
+        # The log sum of a row without keys is a constant.
+        dlog_sums = jnp.where(stats.inverse_row_sum > 0, dlog_sums[..., None], 0)
+        result: FusedInputs = fused_backward(options, inputs, stats, delta - dlog_sums, dout)
+        return result
+
+    results: tuple[jax.Array, jax.Array]
+    results = with_gradient(forward, backward, name=CHECKPOINT_NAME)(inputs)
+    return results
 
 
 def fused_inputs(call: Call) -> FusedInputs:

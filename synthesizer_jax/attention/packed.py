@@ -18,11 +18,13 @@ from synthesizer_jax.attention.masks import Mask, segment_positions
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,
+    Output,
     Relative,
     Term,
     TermArray,
     Terms,
     map_arrays,
+    no_log_sum,
 )
 
 MAX_UNPACKING_FACTOR = 3
@@ -100,7 +102,7 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
     return tuple(map(look_up, terms)), positions
 
 
-def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
+def attend_unpacked(route: Callable[[Call], Output], call: Call) -> Output:
     """Unpacks packed rows to one row per example, runs a route, and packs the output again.
 
     The mask declares upper bounds on the number and the length of the segments. The output is NaN
@@ -112,7 +114,8 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
       call: a call with packed rows, for which `unpacked_lengths` is not None.
 
     Returns:
-      The output ``[b, q, h, e]``, in the packed rows.
+      The output ``[b, q, h, e]``, in the packed rows. If `call.log_sums` is True, the log sums
+      ``[b, q, h]`` are returned as well.
     """
     values, mask, q_length = call.values, call.mask, call.q_length
     assert mask.query_segments is not None and mask.key_segments is not None
@@ -163,12 +166,20 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
     terms = map_arrays(unpack, call.terms)
     values = _gather_rows(values, keys)
     call = dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
-    out = route(call)  # [b · count, length, h, e]
-
-    # The outputs of segments that do not fit into the unpacked rows are set to NaN.
+    segments, count = mask.query_segments, mask.segments
+    results = route(call)  # [b · count, length, h, e] and perhaps [b · count, length, h]
     fits = (q_fit & k_fit).reshape(-1)  # [b · count]
-    out = jnp.where(fits[:, None, None, None], out, jnp.nan)
-    return _pack(out, mask.query_segments, mask.segments)
+
+    def pack(x: jax.Array, padding: jax.Array | float) -> jax.Array:
+        """Returns an array of the unpacked rows in the packed rows."""
+        # The results of segments that do not fit into the unpacked rows are set to NaN.
+        x = jnp.where(fits.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
+        return _pack(x, segments, count, padding)
+
+    if not isinstance(results, tuple):
+        return pack(results, 0)
+    out, log_sums = results
+    return pack(out, 0), pack(log_sums, no_log_sum(log_sums.dtype))
 
 
 def _segment_rows(
@@ -199,18 +210,19 @@ def _segment_rows(
     return jnp.minimum(index, segments.shape[1] - 1), lengths.reshape(-1), fits
 
 
-def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
+def _pack(out: jax.Array, segments: jax.Array, count: int, padding: jax.Array | float) -> jax.Array:
     """Returns the outputs of unpacked rows at the positions of their tokens in the packed rows.
 
-    The output is zero for padding, and NaN for tokens that do not fit into the unpacked rows.
+    The output is NaN for tokens that do not fit into the unpacked rows.
 
     Args:
-      out: outputs of the unpacked rows, ``[b · count, length, h, e]``.
+      out: outputs of the unpacked rows, ``[b · count, length, ...]``.
       segments: the segment number of each query, ``[b, q]``.
       count: the largest number of segments in a row.
+      padding: the output of padding queries.
 
     Returns:
-      Outputs ``[b, q, h, e]``.
+      Outputs ``[b, q, ...]``.
     """
     batch = segments.shape[0]
     length = out.shape[1]
@@ -221,8 +233,11 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     # the concatenated rows.
     index = jnp.where(kept, (segments - 1) * length + position, 0)  # [b, q]
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
-    tokens = jnp.where(kept[..., None, None], tokens, 0)
-    return jnp.where((kept | (segments <= 0))[..., None, None], tokens, jnp.nan)
+    kept, fits = (
+        real.reshape(*real.shape, *(1,) * (out.ndim - 2)) for real in (kept, kept | (segments <= 0))
+    )
+    tokens = jnp.where(kept, tokens, padding)
+    return jnp.where(fits, tokens, jnp.nan)
 
 
 def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:

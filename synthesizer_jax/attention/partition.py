@@ -22,6 +22,7 @@ from synthesizer_jax.attention.mesh_axes import (
 )
 from synthesizer_jax.attention.terms import (
     Call,
+    Output,
     Relative,
     Term,
     TermArray,
@@ -79,7 +80,7 @@ class Partition:
             sequence=self.sequence,
         )
 
-    def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
+    def run(self, route: Callable[[Call], Output], call: Call) -> Output:
         """Runs a route under `jax.shard_map`, on the examples, heads and queries of each device.
 
         Args:
@@ -87,7 +88,8 @@ class Partition:
           call: the attention call, with the arrays of all devices together.
 
         Returns:
-          The output ``[b, q, h, e]`` of all devices together.
+          The output ``[b, q, h, e]`` of all devices together. If `call.log_sums` is True, the log
+          sums ``[b, q, h]`` are returned as well.
 
         Raises:
           ValueError: if the axes do not divide the examples or the heads evenly, or if the mesh
@@ -98,7 +100,7 @@ class Partition:
         offset = call.mask.query_offset
         divides_queries = self._divides_queries(call)
 
-        def inside(call: Call) -> jax.Array:
+        def inside(call: Call) -> Output:
             """Runs the route on the part of the call that belongs to one device."""
             if isinstance(offset, int):
                 # Inside of `jax.shard_map`, the offset is traced unless it is 0. Kernels need a
@@ -130,13 +132,14 @@ class Partition:
             "mask": self._mask_spec(call.mask, queries),
             "sinks": None if call.sinks is None else PartitionSpec(self.heads),
         }
+        # The output and the log sums share their first axes, and therefore also their sharding.
         sharded = jax.shard_map(
             inside,
             in_specs=(dataclasses.replace(call, **specs),),
             out_specs=self._values_spec(call.values, queries),
             axis_names=self.axis_names,
         )
-        out: jax.Array = jax.jit(sharded, inline=True)(call)
+        out: Output = jax.jit(sharded, inline=True)(call)
         return out
 
     def map_rows(

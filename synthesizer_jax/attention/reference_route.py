@@ -18,27 +18,36 @@ from synthesizer_jax.attention.packed import cover_distances
 from synthesizer_jax.attention.terms import (
     Banded,
     Call,
+    Output,
     Split,
     Terms,
     cap_logits,
     materialize,
     multiply_examples,
+    no_log_sum,
     uses_segment_positions,
 )
 
 
-def attend_reference(call: Call) -> jax.Array:
-    """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``."""
+def attend_reference(call: Call) -> Output:
+    """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
+
+    If `call.log_sums` is True, the log sums ``[b, q, h]`` are returned as well.
+    """
     call = call.cleared()
-    weights = softmax_weights(
-        call.terms,
-        mask=call.mask,
-        q_length=call.q_length,
-        k_length=call.k_length,
-        soft_cap=call.soft_cap,
-        sinks=call.sinks,
-    )
-    return weigh_values(weights, call.values)
+    lengths: dict[str, Any] = {"q_length": call.q_length, "k_length": call.k_length}
+    if not call.log_sums:
+        weights = softmax_weights(
+            call.terms, mask=call.mask, soft_cap=call.soft_cap, sinks=call.sinks, **lengths
+        )
+        return weigh_values(weights, call.values)
+
+    logits = materialize_logits(call.terms, mask=call.mask, **lengths)
+    logits = cap_logits(logits, call.soft_cap)
+    pairs = call.mask.pairs(**lengths)
+    out = weigh_values(softmax(logits, pairs), call.values)
+    log_sums = log_sum_exp(logits, pairs).swapaxes(1, 2)  # [b or 1, q, h]
+    return out, jnp.broadcast_to(log_sums, out.shape[:3])
 
 
 def weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
@@ -144,6 +153,43 @@ def _softmax_jvp(
     # dP = P ∘ dS - P Σ_k (P ∘ dS)
     weighted = weights * tangents[0]
     return weights, weighted - weights * weighted.sum(axis=-1, keepdims=True)
+
+
+def log_sum_exp(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
+    """Returns ``log Σ exp(logits)`` over the last axis, and `no_log_sum` for rows without any key.
+
+    Args:
+      logits: ``[..., k]``.
+      pairs: as in `softmax`.
+
+    Returns:
+      The log sums ``[...]``. Their derivative is the softmax, which is zero in rows without keys.
+    """
+    if pairs is not None:
+        logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
+    return _log_sum_exp(logits, pairs)
+
+
+@jax.custom_jvp
+def _log_sum_exp(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
+    """Computes `log_sum_exp`. As in `_softmax`, the weights of masked logits are set to zero."""
+    row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
+    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+    weights = jnp.exp(logits - row_max)
+    if pairs is not None:
+        weights = jnp.where(pairs, weights, 0)
+    row_sum = jnp.sum(weights, axis=-1)
+    has_keys = row_sum > 0
+    log_sums = row_max[..., 0] + jnp.log(jnp.where(has_keys, row_sum, 1))
+    return jnp.where(has_keys, log_sums, no_log_sum(logits.dtype))
+
+
+@_log_sum_exp.defjvp
+def _log_sum_exp_jvp(
+    primals: tuple[jax.Array, jax.Array | None], tangents: tuple[jax.Array, jax.Array | None]
+) -> tuple[jax.Array, jax.Array]:
+    weighted = _softmax(*primals) * tangents[0]
+    return _log_sum_exp(*primals), weighted.sum(axis=-1)
 
 
 def _group_weights(

@@ -1,4 +1,4 @@
-"""The entry point of attention: `attend` checks its arguments, selects a route and runs the route.
+"""The entry points of attention: `attend` checks its arguments, selects a route and runs the route.
 
 A route is one implementation of attention. All routes compute the same result. Routes differ in the
 terms that they support and in the memory that they need. An *obstacle* is a sentence that says why
@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from synthesizer_jax.attention.banded_route import attend_banded
 from synthesizer_jax.attention.banded_route import obstacle as banded_obstacle
@@ -25,6 +26,7 @@ from synthesizer_jax.attention.fused_route import attend_fused
 from synthesizer_jax.attention.fused_route import kernel_obstacle as fused_kernel_obstacle
 from synthesizer_jax.attention.fused_route import obstacle as fused_obstacle
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.merging import merge_attention
 from synthesizer_jax.attention.mesh_axes import axes_along, match_varying_axes
 from synthesizer_jax.attention.packed import (
     MAX_UNPACKING_FACTOR,
@@ -40,18 +42,21 @@ from synthesizer_jax.attention.static_route import obstacle as static_obstacle
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,
+    Output,
     Relative,
     Split,
     Static,
     Term,
     Terms,
+    logits_dtype,
+    no_log_sum,
     repeat_heads,
     stands_alone,
     uses_segment_positions,
 )
 from synthesizer_jax.base.typing import PyTree
 
-ROUTES: dict[str, Callable[[Call], jax.Array]] = {
+ROUTES: dict[str, Callable[[Call], Output]] = {
     "static": attend_static,
     "fused": attend_fused,
     "banded": attend_banded,
@@ -199,6 +204,94 @@ def attend(
       TypeError: if a derivative other than a reverse-mode gradient of first order is taken on a
         route other than ``reference``.
     """
+    call = _make_call(terms, values, mask, q_length)
+    call = _with_options(call, dropout_rate, dropout_key, soft_cap=soft_cap, sinks=sinks)
+    batch, k_length, heads, width = call.values.shape
+
+    # A softmax over an empty axis of keys has no maximum. The output of a query without keys is
+    # zero.
+    if 0 in (batch, call.q_length, k_length, heads, width):
+        return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
+    out: jax.Array = _run_groups(call, implementation, partition)
+    return out
+
+
+def _spec_of_pair(
+    partition: Partition, results: tuple[jax.Array, jax.Array]
+) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns the sharding of outputs ``[b, q, h, e]`` and of log sums ``[b, q, h]``."""
+    spec = partition.spec(results[0])
+    return spec, spec
+
+
+@partition_by_types(_partition_of_types, _spec_of_pair)
+def attend_with_log_sums(
+    terms: Terms,
+    values: jax.Array,
+    *,
+    mask: Mask | jax.Array | None = None,
+    q_length: int | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str = "auto",
+    partition: Partition | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `attend` and the log sum of each row of logits, ``log Σ_k exp(logits)``.
+
+    With the log sums, `merge_attention` can merge attention over several sets of keys into one
+    softmax. A gradient may flow through both results. As in `attend`, only the route ``reference``
+    has derivatives of higher order. If examples may attend to different keys, terms that consist of
+    parameters take the route ``fused`` instead of ``static``.
+
+    Args:
+      terms: as in `attend`. `Banded` terms are not allowed, because weights without a softmax have
+        no log sum.
+      values: as in `attend`.
+      mask: as in `attend`.
+      q_length: as in `attend`.
+      dropout_rate: as in `attend`. Dropout does not change the log sums.
+      dropout_key: as in `attend`.
+      soft_cap: as in `attend`. The log sums are those of the capped logits.
+      sinks: as in `attend`. The log sums include the sinks.
+      implementation: as in `attend`.
+      partition: as in `attend`.
+
+    Returns:
+      The output ``[b, q, h, e]`` in the dtype of the values, and the log sums ``[b, q, h]`` in
+      float32 or wider. The log sum of a padding query, and of a query that may attend to no key, is
+      the lowest finite number of its dtype.
+
+    Raises:
+      ValueError: as in `attend`, or if a term is `Banded`.
+      TypeError: as in `attend`.
+    """
+    call = _make_call(terms, values, mask, q_length)
+    call = _with_options(call, dropout_rate, dropout_key, soft_cap=soft_cap, sinks=sinks)
+    batch, k_length, heads, _ = call.values.shape
+    rows = batch, call.q_length, heads
+    if 0 in (*rows, k_length):
+        out = jnp.zeros((*rows, values.shape[-1]), values.dtype)
+        dtype = logits_dtype(values)
+        return out, jnp.full(rows, no_log_sum(dtype), dtype)
+
+    # The sinks are added to the results of the route, so the routes do not need to return log sums
+    # with sinks.
+    call = dataclasses.replace(call, sinks=None, log_sums=True)
+    part: tuple[jax.Array, jax.Array] = _run_groups(call, implementation, partition)
+    return part if sinks is None else merge_attention((part,), sinks=sinks)
+
+
+def _with_options(
+    call: Call,
+    dropout_rate: float,
+    dropout_key: jax.Array | None,
+    *,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> Call:
+    """Returns the call with the remaining arguments of `attend`, after checking them."""
     if soft_cap is not None:
         soft_cap = float(soft_cap)
         if not soft_cap > 0.0:
@@ -206,25 +299,24 @@ def attend(
                 f"attend: soft_cap is {soft_cap}, but it must be positive. Pass None to leave the "
                 "logits as they are."
             )
-
-    call = _make_call(terms, values, mask, q_length)
-    batch, k_length, heads, width = call.values.shape
-
-    # A softmax over an empty axis of keys has no maximum. The output of a query without keys is
-    # zero.
-    if 0 in (batch, call.q_length, k_length, heads, width):
-        return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
-
-    # Dropout is applied to the values here, so the routes do not need to implement dropout.
-    values = drop_value_vectors(call.values, dropout_rate, dropout_key)
+    heads = call.values.shape[2]
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(
             f"attend: sinks.shape is {sinks.shape}, but it must be ({heads},), one number for each "
             "head."
         )
-    call = dataclasses.replace(call, values=values, soft_cap=soft_cap, sinks=sinks)
-    outputs = [_run_route(group, implementation, partition) for group in _groups_of_heads(call)]
-    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
+
+    # Dropout is applied to the values here, so the routes do not need to implement dropout.
+    values = drop_value_vectors(call.values, dropout_rate, dropout_key)
+    return dataclasses.replace(call, values=values, soft_cap=soft_cap, sinks=sinks)
+
+
+def _run_groups(call: Call, implementation: str, partition: Partition | None) -> Any:
+    """Runs a route for each group of heads, and concatenates the results along the heads."""
+    results = [_run_route(group, implementation, partition) for group in _groups_of_heads(call)]
+    if len(results) == 1:
+        return results[0]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *results)
 
 
 def _make_call(
@@ -329,19 +421,26 @@ def _groups_of_heads(call: Call) -> list[Call]:
         mask = call.mask.take_heads(start, count)
         group = _make_call(terms, call.values[:, :, heads], mask, call.q_length)
         sinks = None if call.sinks is None else call.sinks[heads]
-        group = dataclasses.replace(group, soft_cap=call.soft_cap, sinks=sinks)
+        group = dataclasses.replace(
+            group, soft_cap=call.soft_cap, sinks=sinks, log_sums=call.log_sums
+        )
         groups += _groups_of_heads(group)
     return groups
 
 
-def _run_route(call: Call, implementation: str, partition: Partition | None) -> jax.Array:
+def _run_route(call: Call, implementation: str, partition: Partition | None) -> Output:
     """Selects a route, logs the choice, and runs the route.
 
     If there is a partition, every device runs the route with its own part of the arrays.
     """
+    if call.log_sums and any(term.is_weights for term in call.terms):
+        raise ValueError(
+            "attend_with_log_sums: a term is Banded. Its weights are not made by a softmax, so "
+            "they have no log sum. Use terms of logits, such as those of a GaussianBias."
+        )
     choice = _select_route(call, implementation)
 
-    def run(call: Call) -> jax.Array:
+    def run(call: Call) -> Output:
         """Runs the selected route, on unpacked examples if `choice.unpack` is True."""
         # Inside `jax.shard_map`, all operands of a loop must vary over the same mesh axes.
         (call,) = match_varying_axes(call)
@@ -427,7 +526,7 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
 
 
 def _log_route(
-    choice: _RouteChoice, run: Callable[[Call], jax.Array], call: Call, partition: Partition | None
+    choice: _RouteChoice, run: Callable[[Call], Output], call: Call, partition: Partition | None
 ) -> None:
     """Writes the choice of a route to the log and to the list that `explain` collects."""
     platform = explained_platform()
@@ -461,8 +560,8 @@ def _log_route(
     def residuals() -> PyTree:
         """Returns the `jax.vjp` function, whose leaves are the arrays for the backward pass."""
 
-        def output(terms: Terms, values: jax.Array) -> jax.Array:
-            """Returns the output of the call for the given terms and values."""
+        def output(terms: Terms, values: jax.Array) -> Output:
+            """Returns the results of the call for the given terms and values."""
             return run(dataclasses.replace(call, terms=terms, values=values))
 
         return jax.vjp(output, call.terms, call.values)[1]
@@ -481,7 +580,7 @@ def _kernel_obstacle(
         return find_obstacle(call)
     found = []
 
-    def route(rows: Call) -> jax.Array:
+    def route(rows: Call) -> Output:
         """Records the obstacle for the unpacked rows, and runs the route on these rows."""
         found.append(find_obstacle(rows))
         return ROUTES[choice.route](rows)

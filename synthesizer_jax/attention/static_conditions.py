@@ -21,10 +21,12 @@ def is_separable(mask: Mask) -> bool:
 
     The result is true if there is no padding and no prefix. The result is also true for causal
     self-attention with padding at the end of rows, because the padding comes after all real
-    queries. If the result is true, all examples share the softmax.
+    queries. If the result is true, all examples share the softmax. For packed rows, the result
+    describes the unpacked rows, which have padding at the end.
     """
     if mask.key_valid is not None or mask.prefix_lengths is not None:
         return False
     _, after = mask.band
     is_causal = after is not None and after <= 0
-    return mask.key_lengths is None or (is_causal and mask.self_attention)
+    is_padded = mask.key_lengths is not None or mask.key_segments is not None
+    return not is_padded or (is_causal and mask.self_attention)

@@ -48,23 +48,26 @@ from synthesizer_jax.attention.fused_route import (
     softmax_vjp_delta,
 )
 from synthesizer_jax.attention.masks import Mask, zero_padding
-from synthesizer_jax.attention.reference_route import softmax
+from synthesizer_jax.attention.reference_route import log_sum_exp, softmax
 from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,
+    Output,
     Relative,
     Static,
     logits_dtype,
     materialize,
+    no_log_sum,
 )
 from synthesizer_jax.base.typing import PyTree
 
 
-def attend_static(call: Call) -> jax.Array:
+def attend_static(call: Call) -> Output:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
-    No term may depend on tokens. `obstacle` checks whether the route can take a call.
+    No term may depend on tokens. `obstacle` checks whether the route can take a call. If
+    `call.log_sums` is True, the log sums ``[b, q, h]`` are returned as well.
     """
     call = call.cleared()
     q_length = call.q_length
@@ -85,7 +88,34 @@ def attend_static(call: Call) -> jax.Array:
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)
-    return out.astype(dtype)
+    out = out.astype(dtype)
+    return (out, _log_sums(q_length, inputs)) if call.log_sums else out
+
+
+def _log_sums(q_length: int, inputs: FusedInputs) -> jax.Array:
+    """Returns the log sums ``[b, q, h]`` of a call whose examples share the softmax.
+
+    The log sums have no batch axis before they are broadcast, so computing the logits once more
+    takes little time. JAX differentiates this function itself.
+    """
+    _, biases, values, mask, _ = inputs
+    batch, k_length = values.shape[:2]
+
+    # With `jax.checkpoint`, the backward pass recomputes the logits instead of storing them.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def shared(biases: Biases) -> jax.Array:
+        """Returns the log sums ``[h, q]`` that all examples share."""
+        band = mask.band_pairs(q_length, k_length)
+        return log_sum_exp(
+            _logits(q_length, k_length, biases), None if band is None else band[None]
+        )
+
+    log_sums = shared(biases).T[None]
+    log_sums = jnp.broadcast_to(log_sums, (batch, *log_sums.shape[1:]))
+    queries = mask.queries(q_length)
+    if queries is None:
+        return log_sums
+    return jnp.where(queries[..., None], log_sums, no_log_sum(log_sums.dtype))
 
 
 def static_inputs(call: Call) -> FusedInputs:
@@ -125,6 +155,8 @@ def obstacle(call: Call) -> str | None:
             )
     if call.mask.allowed is not None:
         return "This route does not support Mask.allowed, which may differ between examples."
+    if call.log_sums and not is_separable(call.mask):
+        return "This route returns log sums only if all examples may attend to the same keys."
     return None
 
 

@@ -194,6 +194,8 @@ class Call:
       soft_cap: the bound of the logits, or None if there is no bound; see `cap_logits`.
       sinks: ``[h]``, the logit of one additional key for each head, or None. The value vector of
         the additional key is zero.
+      log_sums: whether the route also returns the log sums of all rows. Such a call has no sinks,
+        because `attend_with_log_sums` adds the sinks to the results of the route.
     """
 
     terms: Terms
@@ -202,6 +204,7 @@ class Call:
     q_length: int = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
     sinks: jax.Array | None = None
+    log_sums: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def k_length(self) -> int:
@@ -213,6 +216,21 @@ class Call:
         real = self.mask.clearing_masks(self.q_length, self.k_length)
         terms, values = clear_padding(self.terms, self.values, *real)
         return dataclasses.replace(self, terms=terms, values=values)
+
+
+Output: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+"""The result of a route: the output ``[b, q, h, e]``, or the output and the log sums ``[b, q, h]``.
+
+A route returns log sums if `Call.log_sums` is True.
+"""
+
+
+def no_log_sum(dtype: jnp.dtype) -> jax.Array:
+    """Returns the log sum of a row without keys, which is the lowest finite number of a dtype.
+
+    The lowest number is used instead of minus infinity, because differences of infinities are NaN.
+    """
+    return jnp.finfo(dtype).min.astype(dtype)
 
 
 def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:

@@ -18,11 +18,13 @@ from synthesizer_jax.attention import LowRank, Mask, Outer, Relative, Static, Te
 class Answer:
     """The results of attention.
 
-    The output has the shape ``[b, q, h, e]``. The other fields are the attention weights and the
+    The output has the shape ``[b, q, h, e]``. The log sums have the shape ``[b, q, h]``, and are
+    minus infinity for queries without keys. The other fields are the attention weights and the
     cotangents of terms, values and sinks.
     """
 
     out: np.ndarray
+    log_sums: np.ndarray
     weights: np.ndarray
     terms: tuple[dict[str, np.ndarray], ...]
     values: np.ndarray
@@ -38,10 +40,12 @@ def attention(
     keep: np.ndarray | None = None,
     soft_cap: float = np.inf,
     sinks: np.ndarray | None = None,
+    g_log_sums: np.ndarray | None = None,
 ) -> Answer:
     """Computes attention and its gradients for a cotangent `g` ``[b, q, h, e]`` of the output.
 
-    `keep` ``[b, k, h]`` multiplies the values, as dropout does.
+    `keep` ``[b, k, h]`` multiplies the values, as dropout does. `g_log_sums` ``[b, q, h]`` is the
+    cotangent of the log sums.
     """
     v, g = np.asarray(values, np.float64), np.asarray(g, np.float64)
     (b, k, h, _) = v.shape
@@ -59,14 +63,20 @@ def attention(
     sinks = np.full(h, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     column = np.broadcast_to(sinks[:, None, None], (b, h, q, 1))  # a sink acts like one more key
     logits = np.concatenate([np.broadcast_to(logits, seen.shape), column], axis=-1)
-    weights = masked_softmax(logits, np.concatenate([seen, seen.any(-1, keepdims=True)], axis=-1))
+    seen = np.concatenate([seen, seen.any(-1, keepdims=True)], axis=-1)
+    weights = masked_softmax(logits, seen)
+    with np.errstate(divide="ignore"):
+        log_sums = np.log(np.sum(np.exp(logits), axis=-1, where=seen))  # [b, h, q]
     weights, lost = weights[..., :-1], weights[..., -1]
     dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
     mean = np.sum(weights * dweights, axis=-1, keepdims=True)
+    if g_log_sums is not None:  # the derivative of a log sum by the logits is the softmax
+        mean = mean - np.asarray(g_log_sums, np.float64).swapaxes(1, 2)[..., None]
     dlogits = weights * (dweights - mean) * slope
     dvalues = np.einsum("bhqk,bqhe->bkhe", weights, g)
     return Answer(
         out=np.einsum("bhqk,bkhe->bqhe", weights, v),
+        log_sums=log_sums.swapaxes(1, 2),
         weights=weights,
         terms=tuple(term_gradient(term, dlogits, *looks) for term in terms),
         values=dvalues if keep is None else dvalues * keep[..., None],

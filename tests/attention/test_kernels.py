@@ -44,8 +44,10 @@ every = pytest.mark.parametrize("platform", FUSED)
 def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bias=0.0):
     """Returns output, row statistics and cotangents, of the fused kernels and of the loop.
 
-    All padding in the inputs is NaN.
+    All padding in the inputs is NaN. The log sums of the rows also have a cotangent, which is
+    subtracted from δ; see `fused_route`.
     """
+    dlog_sums = cases.normal("log sums", BATCH, q, HEADS)[..., None]
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
     terms = jax.tree.map(lambda x: x + bias, terms)
     inputs = fused_route.fused_inputs(Call(terms, values, mask, q))
@@ -66,7 +68,8 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bia
     @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=cases.FAST_COMPILE)
     def run(forward, backward, inputs):
         out, rows = forward(inputs)
-        back = backward(inputs, rows, softmax_vjp_delta(out, g, jnp.float32), g)
+        delta = softmax_vjp_delta(out, g, jnp.float32) - dlog_sums
+        back = backward(inputs, rows, delta, g)
         return out, rows.inverse_row_sum, back
 
     forward = functools.partial(kernels.forward, q, offset, soft_cap, interpret=True)
