@@ -30,6 +30,9 @@ READER = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=STACK, outputs=3, poole
 UNIVERSAL = sj.UniversalStack((sj.Run(BLOCK, 2),))
 WRITER = sj.LanguageModel(vocab_size=VOCAB, d_model=D, decoder=UNIVERSAL, prefix=True)
 REPLACED = sj.Block(sj.SentenceFeedForward(8, 4, causal=True), sj.FeedForward(6))
+MERGED = sj.MergedAttention(
+    2, 4, sj.Random(8, trainable=False), cross_alignment=sj.DotProduct(), dropout_rate=0.5
+)
 CAUSAL = {"mask": sj.Mask(causal=True)}
 CASES = {
     "EncoderDecoder": (TINY, (INPUTS, TARGETS), {}),
@@ -42,6 +45,8 @@ CASES = {
     "UniversalStack": (UNIVERSAL, (X,), {}),
     "DynamicConvolution": (sj.DynamicConvolution(3, dropout_rate=0.5), (X,), {}),
     "Attention": (sj.Attention(2, 4, sj.Random(8, trainable=False)), (X,), CAUSAL),
+    "MergedAttention": (MERGED, (X, X[:, :3]), CAUSAL),
+    "merged Block": (sj.Block(MERGED, None), (X,), {"memory": Memory(X[:, :3], sj.Mask())}),
 }
 
 

@@ -37,7 +37,8 @@ def variants_table() -> str:
         f"The table shows the costs of one layer with d_model {D_MODEL}, {HEADS} heads of "
         f"{HEAD_DIM} and {LENGTH} tokens in float32. For an alignment, the layer is an `Attention` "
         "with this alignment. FLOPs include only matrix products. *Cache* is the size of the cache "
-        f"that a decoder keeps per example after {LENGTH} tokens.",
+        f"that a decoder keeps per example after {LENGTH} tokens. The costs of `MergedAttention` "
+        f"include a memory of {LENGTH} tokens.",
         "",
         "| | what it is | parameters | MFLOPs a token | cache, KB | not for |",
         "| --- | --- | ---: | ---: | ---: | --- |",
@@ -99,8 +100,10 @@ def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
 
     Returns None if the layer does not support this use.
     """
+    if layer.reads_memory and use != "decoder":
+        return None
     x = jax.ShapeDtypeStruct((1, LENGTH, D_MODEL), jnp.float32)
-    inputs = (x, x) if use == "cross-attention" else (x,)
+    inputs = (x, x) if layer.reads_memory or use == "cross-attention" else (x,)
     mask = Mask(causal=use == "decoder")
 
     def init(*inputs: jax.Array) -> PyTree:
@@ -117,10 +120,12 @@ def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
 def _cache_bytes(layer: Mixer) -> int:
     """Returns the size in bytes of the decoding cache for one example. Scalars do not count."""
     x = jax.ShapeDtypeStruct((1, 1, D_MODEL), jnp.float32)
+    memory = [jax.ShapeDtypeStruct((1, LENGTH, D_MODEL), jnp.float32)] if layer.reads_memory else []
 
-    def init_cache(x: jax.Array) -> MixerCache:
-        variables = layer.init(jax.random.key(0), x, mask=Mask(causal=True))
-        return apply_method(layer.init_cache, variables, x, max_length=LENGTH)
+    def init_cache(x: jax.Array, *memory: jax.Array) -> MixerCache:
+        variables = layer.init(jax.random.key(0), x, *memory, mask=Mask(causal=True))
+        return apply_method(layer.init_cache, variables, x, *memory, max_length=LENGTH)
 
-    arrays = [array for array in jax.tree.leaves(jax.eval_shape(init_cache, x)) if array.ndim]
+    cache = jax.eval_shape(init_cache, x, *memory)
+    arrays = [array for array in jax.tree.leaves(cache) if array.ndim]
     return sum(array.size * array.dtype.itemsize for array in arrays)

@@ -80,23 +80,9 @@ class DotProduct(Alignment):
                 kernel_init=self.query_init,
                 use_bias=self.use_bias,
             )
-        if keys.ndim == 3:
-            shared = context.num_kv_heads is not None
-            keys = project(
-                keys,
-                heads=context.num_kv_heads or context.num_heads,
-                width=width,
-                name="key",
-                axes=("kv_heads" if shared else "heads", "kv"),
-                kernel_init=self.key_init,
-                use_bias=self.use_bias,
-            )
         if self.normalize_qk:
-            norm = self.normalize_qk
-            if isinstance(norm, bool):
-                norm = RMSNorm(parent=None)
-            queries = norm.copy(name="query_norm", parent=self)(queries)
-            keys = norm.copy(name="key_norm", parent=self)(keys)
+            queries = self._norm("query_norm")(queries)
+        keys = self._project_keys(keys, context)
         if self.rotary_base is not None:
             # Usually, the positions of the first query and of the first key determine all
             # positions. If rows are packed, `packed_positions` contains the positions of all
@@ -122,6 +108,41 @@ class DotProduct(Alignment):
         # The logits of a head are the product of [q, width] and [width, k], so their rank is at
         # most the width. `low_rank` keeps the two factors and does not multiply them.
         return (low_rank(queries, keys, token_keys=True),)
+
+    @nn.compact
+    def keys_without_positions(self, keys: jax.Array, context: AttentionContext) -> jax.Array:
+        """Returns projected keys ``[batch, k, kv_heads, width]`` that are not rotated.
+
+        `MergedAttention` uses such keys for the tokens of a memory, which share the projection and
+        the norm with the decoder's own keys.
+
+        Args:
+          keys: as in `__call__`.
+          context: the heads of the layer. The positions are not read.
+        """
+        return self._project_keys(keys, context)
+
+    def _project_keys(self, keys: jax.Array, context: AttentionContext) -> jax.Array:
+        """Projects and normalizes the keys. The method must be called in a compact method."""
+        if keys.ndim == 3:
+            shared = context.num_kv_heads is not None
+            keys = project(
+                keys,
+                heads=context.num_kv_heads or context.num_heads,
+                width=self.head_dim or context.head_dim,
+                name="key",
+                axes=("kv_heads" if shared else "heads", "kv"),
+                kernel_init=self.key_init,
+                use_bias=self.use_bias,
+            )
+        return self._norm("key_norm")(keys) if self.normalize_qk else keys
+
+    def _norm(self, name: str) -> nn.Module:
+        """Returns the norm of queries or keys. The method must be called in a compact method."""
+        norm = self.normalize_qk
+        if isinstance(norm, bool):
+            norm = RMSNorm(parent=None)
+        return norm.copy(name=name, parent=self)
 
 
 @register

@@ -376,6 +376,8 @@ class DistillationTrainer(Trainer):
                 reason = f"{type(student).__name__} has no alignment"
             elif not isinstance(teacher, Attention):
                 reason = f"the teacher's {type(teacher).__name__} is not an Attention"
+            elif teacher.reads_memory or student.reads_memory:
+                reason = "attention that shares its softmax with the memory cannot be fitted"
             elif teacher.num_heads != student.num_heads:
                 reason = f"{student.num_heads} heads replace {teacher.num_heads}"
             elif not is_static(student.alignment):

@@ -114,8 +114,9 @@ def is_static(alignment: Alignment) -> bool:
 
 
 def is_softmax_of_logits(attention: Attention) -> bool:
-    """Returns whether attention is a plain softmax, without sinks, soft cap or window."""
-    return not attention.sinks and attention.soft_cap is None and attention.window is None
+    """Returns whether attention is a plain softmax, without sinks, soft cap, window or memory."""
+    plain = not attention.sinks and attention.soft_cap is None and attention.window is None
+    return plain and not attention.reads_memory
 
 
 @functools.partial(jax.jit, static_argnames=("model", "students"))

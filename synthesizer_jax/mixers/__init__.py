@@ -8,6 +8,7 @@ from synthesizer_jax.mixers.base import Mixer, MixerCache, MixerInput
 from synthesizer_jax.mixers.convolution import DynamicConvolution, LightweightConvolution
 from synthesizer_jax.mixers.feed_forward import SentenceFeedForward, TokenFeedForward
 from synthesizer_jax.mixers.linformer import Linformer
+from synthesizer_jax.mixers.merged import MergedAttention
 from synthesizer_jax.mixers.talking_heads import TalkingHeads
 from synthesizer_jax.mixers.taps import TAPS
 
@@ -19,6 +20,7 @@ __all__ = [
     "DynamicConvolution",
     "LightweightConvolution",
     "Linformer",
+    "MergedAttention",
     "Mixer",
     "MixerCache",
     "MixerInput",
@@ -32,6 +34,7 @@ _CLASSES: tuple[type[Mixer], ...] = (
     DynamicConvolution,
     LightweightConvolution,
     Linformer,
+    MergedAttention,
     SentenceFeedForward,
     TalkingHeads,
     TokenFeedForward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, Bilinear, DotProduct
-from synthesizer_jax.alignments.base import project
+from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention import (
     Banded,
     Cache,
@@ -33,6 +34,7 @@ from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Choices, Length, Number, Positive, Rate
 from synthesizer_jax.mixers.base import (
     Mixer,
+    MixerCache,
     MixerInput,
     TokenCount,
     dropout_options,
@@ -110,7 +112,7 @@ class AttentionBase(Mixer):
         return self.num_heads
 
     @nn.compact
-    def mix(self, inputs: MixerInput) -> tuple[jax.Array, Cache | None]:
+    def mix(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache | None]:
         if inputs.cache is not None:
             return self._mix_with_cache(inputs, inputs.cache)
 
@@ -119,8 +121,8 @@ class AttentionBase(Mixer):
         mask = self._narrow(inputs.mask)
         values = self._values(attended)  # [b, k, heads, e]
 
-        query_span = Span(0, _num_positions(mask, x.shape[1]))
-        key_span = Span(0, _num_positions(mask, attended.shape[1]))
+        query_span = Span(0, num_positions(mask, x.shape[1]))
+        key_span = Span(0, num_positions(mask, attended.shape[1]))
         context = self.context(query_span, key_span)
         if inputs.kv is not None:
             context = dataclasses.replace(context, packed_positions=mask.packed_positions)
@@ -154,8 +156,8 @@ class AttentionBase(Mixer):
         # The alignment returns terms for all positions of the cache. But if a term computes its
         # keys from tokens, it contains only the keys of the new tokens, which begin at position
         # `keys_start`.
-        query_span = Span(inputs.position, _num_positions(mask, x.shape[1]), cache.num_queries)
-        key_span = Span(0, _num_positions(mask, cache.capacity))
+        query_span = Span(inputs.position, num_positions(mask, x.shape[1]), cache.num_queries)
+        key_span = Span(0, num_positions(mask, cache.capacity))
         keys_start = inputs.position if inputs.kv is None else 0
         context = self.context(query_span, key_span, keys_start)
         if inputs.kv is not None:
@@ -185,7 +187,7 @@ class AttentionBase(Mixer):
     @nn.compact
     def new_cache(
         self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
-    ) -> Cache:
+    ) -> MixerCache:
         attended = x if kv is None else kv
         values = self._values(attended)
         num_queries, num_keys = (0, max_length) if kv is None else (max_length, kv.shape[1])
@@ -194,24 +196,9 @@ class AttentionBase(Mixer):
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
 
-        # In cross-attention, all keys and values are already known here. Later steps add only
-        # queries.
-        cache = init_cache(terms, values, max_length=num_keys, memory=kv)
-        keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(
-            batch=kv.shape[0], heads=1, q_length=1, k_length=num_keys
-        )
-        real = keys.keys(num_keys)  # [b or 1, k], or None if all keys are real
-        terms, values = clear_padding(terms, values, None, real)
-        *_, cache = extend(cache, terms, values, at=0, mask=Mask())
-        return dataclasses.replace(
-            cache,
-            num_queries=max_length,
-            cleared=real is not None,
-            # In cross-attention, `length` counts queries, and there are no queries yet.
-            length=TokenCount().length,
-        )
+        return memory_cache(terms, values, kv, mask=mask, max_length=max_length)
 
-    def shorten(self, cache: Cache) -> Cache:
+    def shorten(self, cache: MixerCache) -> MixerCache:
         """Returns a cache that can hold only the last ``window - 1`` positions.
 
         `Mixer.init_cache` calls this method if its argument `whole` is False.
@@ -241,15 +228,28 @@ class AttentionBase(Mixer):
         """Returns the alignment's context, which describes the layer and the positions."""
         return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
 
-    def _terms(
-        self, x: jax.Array, attended: jax.Array, values: Values, context: AttentionContext
-    ) -> Terms:
-        """Returns the terms that the alignment computes from queries and attended tokens."""
-        keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
+    def _bound_alignment(self) -> Alignment:
+        """Returns the alignment as a bound submodule.
 
-        # The module in the field `alignment` has no parent, so it has no parameters. A copy of it
-        # becomes a submodule of this layer, with its parameters under the name "align".
-        align = self.alignment.copy(name="align", parent=self)
+        The module in the field `alignment` has no parent, so it has no parameters. A copy of it
+        becomes a submodule of this layer, with its parameters under the name "align".
+        """
+        return self.alignment.copy(name="align", parent=self)
+
+    def _terms(
+        self,
+        x: jax.Array,
+        attended: jax.Array,
+        values: Values,
+        context: AttentionContext,
+        align: Alignment | None = None,
+    ) -> Terms:
+        """Returns the terms that the alignment computes from queries and attended tokens.
+
+        The argument `align` is the bound alignment, if the caller needs it as well.
+        """
+        keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
+        align = self._bound_alignment() if align is None else align
         terms = align(x, keys, context)
         name = f"{type(self).__name__}: the result of the alignment {type(self.alignment).__name__}"
         check_terms(terms, name)
@@ -275,19 +275,28 @@ class AttentionBase(Mixer):
 
     def _project_values(self, memory: jax.Array, *, heads_axis: str = "heads") -> jax.Array:
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
-        if not self.project_values:
+        return self._value_projection(memory.dtype, heads_axis=heads_axis)(memory)
+
+    def _value_projection(
+        self, dtype: jnp.dtype, *, heads_axis: str = "heads"
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Returns the function that maps tokens of a dtype to values; see `_project_values`."""
+        if self.project_values:
+            return dense_layer(
+                (self.num_value_heads, self.head_dim),
+                ("embed", heads_axis, "kv"),
+                dtype=dtype,
+                kernel_init=self.value_init,
+                use_bias=self.use_bias,
+                name="value",
+            )
+
+        def repeat(memory: jax.Array) -> jax.Array:
+            """Returns the tokens as the values of every head, ``[b, k, h, width]``."""
             shape = (*memory.shape[:2], self.num_value_heads, memory.shape[-1])
-            # The values are the same for every head, [b, k, h, width].
             return jnp.broadcast_to(memory[:, :, None], shape)
-        return project(
-            memory,
-            heads=self.num_value_heads,
-            width=self.head_dim,
-            name="value",
-            axes=(heads_axis, "kv"),
-            kernel_init=self.value_init,
-            use_bias=self.use_bias,
-        )
+
+        return repeat
 
 
 @register
@@ -338,21 +347,27 @@ class Attention(AttentionBase):
 
     def _values(self, memory: jax.Array) -> jax.Array:
         """Returns the projected values, ``[batch, k, num_value_heads, width]``."""
-        return self._project_values(
-            memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads"
-        )
+        return self._project_values(memory, heads_axis=self._value_axis)
+
+    @property
+    def _value_axis(self) -> str:
+        """The logical axis of the heads of the values."""
+        return "heads" if self.num_kv_heads is None else "kv_heads"
+
+    def _sinks(self) -> jax.Array | None:
+        """Returns the parameter ``sinks`` ``[heads]``, or None if the layer has no sinks."""
+        if not self.sinks:
+            return None
+        init = with_axes(nn.initializers.zeros_init(), "heads")
+        sinks: jax.Array = self.param("sinks", init, (self.num_heads,))
+        return sinks
 
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
         """Returns the attention output of every head, ``[batch, q, heads, width]``."""
         all_terms = add(*terms, *bias)
-        sinks = None
-        if self.sinks:
-            sinks = self.param(
-                "sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,)
-            )
-        options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
+        options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": self._sinks()}
 
         if self.is_sowing_weights:
             # `attend` may never store all attention weights, so the weights to sow are computed
@@ -360,12 +375,7 @@ class Attention(AttentionBase):
             lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(all_terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
-            has_logits = not any(isinstance(term, Banded | Split) for term in terms)
-            if has_logits and self.is_mutable_collection(LOGITS):
-                # Distillation compares the logits of the alignment, which do not include the
-                # position bias.
-                logits = materialize_logits(terms, mask=mask, **lengths)
-                self.sow(LOGITS, "attention_logits", logits)
+            self._sow_logits(terms, mask=mask, **lengths)
 
         return attend(
             all_terms,
@@ -377,8 +387,63 @@ class Attention(AttentionBase):
             **dropout_options(self, self.dropout_rate),
         )
 
+    def _sow_logits(self, terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> None:
+        """Sows the alignment's logits if they can be one array and distillation collects them.
 
-def _num_positions(mask: Mask, length: int) -> int:
+        Distillation compares the logits of the alignment, which do not include the position bias.
+        """
+        has_logits = not any(isinstance(term, Banded | Split) for term in terms)
+        if has_logits and self.is_mutable_collection(LOGITS):
+            logits = materialize_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
+            self.sow(LOGITS, "attention_logits", logits)
+
+
+def memory_cache(
+    terms: Terms, values: Values, memory: jax.Array, *, mask: Mask, max_length: int
+) -> Cache:
+    """Returns a cache that holds all keys and values of a memory. Later steps add only queries.
+
+    Args:
+      terms: the terms for all tokens of the memory as keys.
+      values: the values of all tokens of the memory.
+      memory: the tokens of the memory, ``[b, k, width]``.
+      mask: the mask that says which tokens of the memory are real.
+      max_length: an upper bound on the number of queries.
+    """
+    batch, num_keys, _ = memory.shape
+    cache = init_cache(terms, values, max_length=num_keys, memory=memory)
+    keys = Mask(key_lengths=mask.key_lengths, key_valid=mask.key_valid).broadcast_to(
+        batch=batch, heads=1, q_length=1, k_length=num_keys
+    )
+    real = keys.keys(num_keys)  # [b or 1, k], or None if all keys are real
+    terms, values = clear_padding(terms, values, None, real)
+    *_, cache = extend(cache, terms, values, at=0, mask=Mask())
+    return dataclasses.replace(
+        cache,
+        num_queries=max_length,
+        cleared=real is not None,
+        # In cross-attention, `length` counts queries, and there are no queries yet.
+        length=TokenCount().length,
+    )
+
+
+def extend_memory(
+    cache: Cache, terms: Terms, values: Values, mask: Mask
+) -> tuple[Terms, Values, Mask, Cache]:
+    """Calls `attention.extend` for new queries that attend to the memory in a cache.
+
+    The keys of `terms` and the values are empty, because the cache already holds the whole memory.
+    """
+    if cache.cleared and mask.allowed is None and mask.keys(cache.capacity) is None:
+        raise ValueError(
+            "extend: the cache was created with a mask of its keys. Pass the same mask to this "
+            "step."
+        )
+    mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
+    return extend(cache, terms, values, at=0, mask=mask)
+
+
+def num_positions(mask: Mask, length: int) -> int:
     """Returns the number of positions that the alignment's tables must cover.
 
     In packed rows, positions start again in every segment, so the result is the length of the
@@ -399,15 +464,9 @@ def _extend(
     """
     if cache.empty_memory is None:
         return *extend(cache, terms, values, at=position, mask=mask), None
-    if cache.cleared and mask.allowed is None and mask.keys(cache.capacity) is None:
-        raise ValueError(
-            "extend: the cache was created with a mask of its keys. Pass the same mask to this "
-            "step."
-        )
 
     # The cache already holds all keys of the memory, so a decoding step only counts its queries.
-    mask = dataclasses.replace(mask, cleared_keys=cache.cleared)
-    terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask)
+    terms, values, mask, cache = extend_memory(cache, terms, values, mask)
     valid, length = advance_length(
         position,
         n,

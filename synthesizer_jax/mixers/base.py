@@ -53,11 +53,14 @@ class MixerInput:
       x: ``[batch, q, d_model]`` the tokens to mix. In attention, they are the queries.
       mask: the mask that says which keys each query may attend to. It has already been prepared for
         self-attention or for a decoding step.
-      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention. If the cache already
-        holds the keys and values, `kv` has no tokens (k = 0). None means self-attention.
+      kv: ``[batch, k, width]`` the tokens to attend to in cross-attention, or the memory of a mixer
+        with `Mixer.reads_memory`. If the cache already holds the keys and values, `kv` has no
+        tokens (k = 0). None means self-attention.
       bias: terms that are added to the logits.
       cache: the cache to extend, or None.
       position: the position of the first token of `x` in its sequence, a scalar.
+      memory_mask: for a mixer with `Mixer.reads_memory`, the mask that says which tokens of the
+        memory each query may attend to. For other mixers, it is empty.
     """
 
     x: jax.Array
@@ -66,6 +69,7 @@ class MixerInput:
     bias: Terms = ()
     cache: MixerCache | None = None
     position: int | jax.Array = 0
+    memory_mask: Mask = dataclasses.field(default_factory=Mask)
 
 
 class Mixer(nn.Module):
@@ -84,6 +88,9 @@ class Mixer(nn.Module):
       shares_cross_cache: whether all rows that attend to the same memory can share one cache in
         cross-attention. A cache that depends on the queries, as in `SentenceFeedForward`, cannot be
         shared.
+      reads_memory: whether the mixer is self-attention that also attends to a memory, as
+        `MergedAttention` does. Such a mixer always takes `kv`, which is the memory, and a second
+        mask for it. It takes the place of both mixers of a decoder block.
     """
 
     has_cross_attention: ClassVar[bool] = False
@@ -91,6 +98,7 @@ class Mixer(nn.Module):
     supports_bidirectional: ClassVar[bool] = True
     supports_packing: ClassVar[bool] = True
     shares_cross_cache: ClassVar[bool] = True
+    reads_memory: ClassVar[bool] = False
 
     @property
     def bias_heads(self) -> int | None:
@@ -105,18 +113,24 @@ class Mixer(nn.Module):
         *,
         mask: MaskLike = None,
         bias: Terms = (),
+        memory_mask: MaskLike = None,
         **unknown: Never,
     ) -> jax.Array:
         """Mixes tokens.
 
         Args:
           x: ``[batch, q, d_model]``. The dtype of `x` is the dtype of the computation.
-          kv: ``[batch, k, width]`` tokens to attend to. None means `x`, which is self-attention.
+          kv: ``[batch, k, width]`` tokens to attend to. None means `x`, which is self-attention. If
+            `reads_memory` is True, `kv` is the memory, to which the queries attend in addition to
+            `x`.
           mask: the mask that says which keys each query may attend to, and which queries are real.
             In self-attention, the real queries are the same tokens as the real keys. If the mask is
             an array, all queries count as real; see `Mask.of`.
           bias: terms that are added to the logits. If the alignment is a mixture, the terms are
             added to the weighted sum. A `Stack` passes T5's relative bias as `bias`.
+          memory_mask: if `reads_memory` is True, the mask that says which tokens of the memory each
+            query may attend to. `mask` is then the mask of self-attention. Padding queries of
+            `mask` are also padding queries of `memory_mask`.
 
         Returns:
           ``[batch, q, d_model]``.
@@ -139,9 +153,11 @@ class Mixer(nn.Module):
                     f"{name}: tokens have shape {shape}, but they must be [batch, length, width]."
                 )
         mask = Mask.of(mask)
-        self._check_support(mask, bias, cross=kv is not None)
+        cross = self._is_cross(kv)
+        self._check_support(mask, bias, cross=cross)
+        self._check_memory(kv, memory_mask)
         offset = mask.query_offset
-        if kv is None and isinstance(offset, int) and offset != 0:
+        if not cross and isinstance(offset, int) and offset != 0:
             raise ValueError(
                 f"{name}: Mask.query_offset is {offset}, but in self-attention without a cache the "
                 "queries and keys are the same tokens. Leave it out, or pass the cache of the "
@@ -149,8 +165,8 @@ class Mixer(nn.Module):
             )
         # In self-attention, queries and keys are the same tokens, so a padding key is also a
         # padding query.
-        mask = mask.for_self_attention() if kv is None else mask
-        return self.mix(MixerInput(x, mask, kv, bias))[0]
+        mask = mask if cross else mask.for_self_attention()
+        return self.mix(MixerInput(x, mask, kv, bias, memory_mask=Mask.of(memory_mask)))[0]
 
     @nn.nowrap
     def explain(
@@ -160,6 +176,7 @@ class Mixer(nn.Module):
         *,
         mask: MaskLike = None,
         bias: Terms = (),
+        memory_mask: MaskLike = None,
         platform: str | None = None,
     ) -> tuple[Explanation, ...]:
         """Explains which implementation computes the layer, and why other implementations do not.
@@ -171,13 +188,15 @@ class Mixer(nn.Module):
           kv: as in `__call__`. A `jax.ShapeDtypeStruct` is enough.
           mask: as in `__call__`.
           bias: as in `__call__`.
+          memory_mask: as in `__call__`.
           platform: ``cpu``, ``gpu`` or ``tpu``. None means the platform that JAX uses.
 
         Returns:
           A tuple with one explanation for each call of `attend`.
         """
         key = jax.random.key(0)
-        return explain(self.init, key, x, kv, mask=mask, bias=bias, platform=platform)
+        masks: dict[str, Any] = {"mask": mask, "memory_mask": memory_mask}
+        return explain(self.init, key, x, kv, **masks, bias=bias, platform=platform)
 
     @on_any_mesh
     def init_cache(
@@ -193,10 +212,11 @@ class Mixer(nn.Module):
 
         Args:
           x: ``[batch, any, d_model]``. The method reads only the shape and the dtype of `x`.
-          kv: ``[batch, k, width]`` the memory in cross-attention. None means self-attention.
+          kv: ``[batch, k, width]`` the memory in cross-attention, or the memory of a mixer with
+            `reads_memory`. None means self-attention.
           max_length: the largest number of positions that `extend` can fill.
-          mask: in cross-attention, the mask that says which tokens of the memory are real. Padding
-            tokens have no effect, even if they contain NaN.
+          mask: if there is a memory, the mask that says which tokens of the memory are real.
+            Padding tokens have no effect, even if they contain NaN.
           whole: whether the cache keeps all positions. If `whole` is False, attention with a window
             keeps only the positions that the window can still reach, provided that its logits are
             products of queries and keys that are both computed from tokens. If the cache keeps only
@@ -208,11 +228,13 @@ class Mixer(nn.Module):
           ValueError: if the mixer cannot decode, or if it has fewer than `max_length` positions.
         """
         mask = Mask.of(mask)
+        cross = self._is_cross(kv)
+        self._check_memory(kv, mask if self.reads_memory else None)
         if kv is None:
             mask = decoding_mask(mask, 0, 0)
-        self._check_support(mask, (), cross=kv is not None)
+        self._check_support(mask, (), cross=cross)
         cache = self.new_cache(x[:, :0], kv, mask=mask, max_length=max_length)
-        return cache if whole or kv is not None else self.shorten(cache)
+        return cache if whole or cross else self.shorten(cache)
 
     @on_any_mesh
     def extend(
@@ -222,6 +244,7 @@ class Mixer(nn.Module):
         *,
         mask: MaskLike = None,
         bias: Terms = (),
+        memory_mask: MaskLike = None,
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, MixerCache]:
         """Mixes new tokens with the tokens in a cache, for one decoding step or for a whole prompt.
@@ -241,6 +264,7 @@ class Mixer(nn.Module):
           mask: as in `__call__`, for all positions of the cache, except that `key_valid` is only
             for the new tokens.
           bias: as in `__call__`, for the new queries and all positions of the cache.
+          memory_mask: as in `__call__`. Pass the same mask of keys as to `init_cache`.
           position: the position of the first token in its sequence, a scalar or ``[batch]``. None
             means the end of the cache. To decode again from an earlier position, pass the earlier
             position. Earlier positions are not allowed if the cache holds only sums or a window.
@@ -254,11 +278,13 @@ class Mixer(nn.Module):
             instead.
         """
         mask = Mask.of(mask)
+        kv = cache.empty_memory
+        self._check_memory(kv, memory_mask)
         position = resolve_position(position, cache.length)
         order = None
-        if cache.empty_memory is None and mask.key_valid is not None:
+        if not self._is_cross(kv) and mask.key_valid is not None:
             x, mask, order = move_padding_last(x, mask, position=position)
-        inputs = MixerInput(x, mask, cache.empty_memory, bias, cache, position)
+        inputs = MixerInput(x, mask, kv, bias, cache, position, Mask.of(memory_mask))
         y, cache = self._extend_rows(inputs)
         if order is not None:
             # The inverse permutation moves the outputs back to the original positions of their
@@ -273,7 +299,7 @@ class Mixer(nn.Module):
         to the mask of a decoding step.
         """
         position = inputs.position
-        cross = inputs.kv is not None
+        cross = self._is_cross(inputs.kv)
         if jnp.ndim(position):
             return self._extend_each(inputs)
         if cross:
@@ -282,7 +308,10 @@ class Mixer(nn.Module):
             mask = decoding_mask(inputs.mask, position, inputs.x.shape[1])
             mask = _with_real_queries(mask, position)
         self._check_support(mask, inputs.bias, cross=cross)
-        return self.mix(dataclasses.replace(inputs, mask=mask))
+        memory_mask = inputs.memory_mask
+        if self.reads_memory:
+            memory_mask = dataclasses.replace(memory_mask, query_offset=position)
+        return self.mix(dataclasses.replace(inputs, mask=mask, memory_mask=memory_mask))
 
     def _extend_each(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache]:
         """Extends the cache with `jax.vmap`, so that every example has its own position."""
@@ -290,7 +319,9 @@ class Mixer(nn.Module):
         batch = inputs.x.shape[0]
         positions, lengths = (jnp.broadcast_to(p, batch) for p in (inputs.position, cache.length))
         # The query offset is set again for every example, from the position of the example.
-        mask = dataclasses.replace(inputs.mask, query_offset=0)
+        mask, memory_mask = (
+            dataclasses.replace(m, query_offset=0) for m in (inputs.mask, inputs.memory_mask)
+        )
 
         def row(x: jax.Array, index: jax.Array) -> jax.Array:
             """Returns the row of one example from an array of the mask, as a batch of size 1."""
@@ -305,22 +336,32 @@ class Mixer(nn.Module):
             example has a scalar length.
             """
             x, cache = jax.tree.map(lambda a: a[None], example)
-            cache = dataclasses.replace(cache, length=length)
-            own_mask = jax.tree.map(lambda a: row(a, index), mask)
+            cache = mixer.with_length(cache, length)
+            own, other = jax.tree.map(lambda a: row(a, index), (mask, memory_mask))
+            kv = cache.empty_memory
             y, cache = mixer._extend_rows(
-                MixerInput(x, own_mask, cache.empty_memory, inputs.bias, cache, position)
+                MixerInput(x, own, kv, inputs.bias, cache, position, other)
             )
             length = jnp.reshape(cache.length, ())
-            cache = dataclasses.replace(cache, length=None)
+            cache = mixer.with_length(cache, None)
             return jax.tree.map(lambda a: a[0], (y, cache)), length
 
         # All examples share the variables, but every example has its own dropout key.
         lifted = nn.vmap(
             extend_row, variable_axes={SHARED_BY_COPIES: None}, split_rngs={"dropout": True}
         )
-        examples = (inputs.x, dataclasses.replace(cache, length=None))
+        examples = (inputs.x, self.with_length(cache, None))
         (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
-        return y, dataclasses.replace(cache, length=length)
+        return y, self.with_length(cache, length)
+
+    def with_length(
+        self, cache: MixerCache, length: int | jax.Array | np.int32 | None
+    ) -> MixerCache:
+        """Returns the cache with another length.
+
+        None removes the length, so that all remaining arrays have an axis of examples.
+        """
+        return dataclasses.replace(cache, length=length)
 
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, MixerCache | None]:
         """Mixes tokens. Both `__call__` and `extend` call this compact method.
@@ -347,6 +388,30 @@ class Mixer(nn.Module):
         window.
         """
         return cache
+
+    def _is_cross(self, kv: jax.Array | None) -> bool:
+        """Returns whether the mixer computes cross-attention, given the argument `kv`."""
+        return kv is not None and not self.reads_memory
+
+    def _check_memory(self, kv: jax.Array | None, memory_mask: MaskLike) -> None:
+        """Raises a `ValueError` if a memory or its mask is missing or not supported."""
+        name = type(self).__name__
+        if not self.reads_memory:
+            if memory_mask is not None:
+                raise ValueError(
+                    f"{name} attends to one sequence of tokens, so memory_mask cannot be used. "
+                    "Pass the mask of these tokens as mask."
+                )
+        elif kv is None:
+            raise ValueError(
+                f"{name} attends to its own tokens and to a memory, but kv is None. Pass the "
+                "outputs of an encoder as kv, or use Attention."
+            )
+        elif Mask.of(memory_mask).self_attention:
+            raise ValueError(
+                f"{name}: memory_mask was made for self-attention, but its keys are the tokens of "
+                f"kv. {CROSS_ATTENTION}"
+            )
 
     def _check_support(self, mask: Mask, bias: Terms, *, cross: bool) -> None:
         """Raises a `ValueError` if the mixer's attributes say that an argument is not supported."""
@@ -386,6 +451,27 @@ class Mixer(nn.Module):
     def is_sowing_weights(self) -> bool:
         """Whether the caller collects attention weights in the collection ``intermediates``."""
         return self.is_mutable_collection("intermediates") and not self.is_initializing()
+
+
+def rows_per_memory(rows: int, batch: int) -> int:
+    """Returns the number of rows of tokens for each row of a memory.
+
+    Args:
+      rows: the number of rows of tokens.
+      batch: the number of rows of the memory.
+
+    Raises:
+      ValueError: if the rows of tokens cannot be divided evenly among the rows of the memory.
+    """
+    if rows == batch:  # also if both are zero, or symbolic sizes of `jax.export`
+        return 1
+    count, rest = divmod(rows, batch)
+    if rest:
+        raise ValueError(
+            f"There are {rows} rows of tokens for {batch} rows of memory. Pass the same number of "
+            "rows of tokens for each row of memory."
+        )
+    return count
 
 
 def merge_heads(

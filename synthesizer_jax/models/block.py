@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,8 @@ from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.base.typing import Rate
 from synthesizer_jax.mixers import Mixer
-from synthesizer_jax.mixers.base import MixerCache
+from synthesizer_jax.mixers.base import MixerCache, rows_per_memory
+from synthesizer_jax.mixers.merged import MergedCache
 from synthesizer_jax.mixers.taps import SHARED_BY_COPIES, sow_tap, tap
 from synthesizer_jax.models.layers import Dropout
 from synthesizer_jax.primitives.mesh import constrain
@@ -46,9 +48,10 @@ class LayerCache:
 
     Attributes:
       self_attention: the cache of the self mixer.
-      cross_attention: the cache of the cross mixer, or None if there is no cross mixer.
+      cross_attention: the cache of the cross mixer, or the keys and values of the memory if the
+        self mixer attends to the memory. None if the layer does not attend to a memory.
       in_decoder: whether the layer belongs to a decoder that attends to a memory.
-      shares_cross: whether rows that attend to the same memory share the cache of the cross mixer.
+      shares_cross: whether rows that attend to the same memory share `cross_attention`.
     """
 
     self_attention: MixerCache
@@ -142,10 +145,12 @@ class Block(nn.Module):
     takes ``self_input`` and ``cross_input`` from this collection.
 
     Attributes:
-      self_mixer: the token mixer, such as `Attention`.
+      self_mixer: the token mixer, such as `Attention`. A `MergedAttention` also attends to the
+        encoder's outputs.
       feed_forward: the position-wise layer, or None to leave it out.
       cross_mixer: the mixer over the encoder's outputs. Encoders, language models, and decoder
-        layers that do not attend to the encoder use None.
+        layers that do not attend to the encoder use None. Decoder layers with a `MergedAttention`
+        use None as well.
       dropout_rate: probability of dropping a feature of a sub-layer's output.
       elementwise_dropout: whether every position has its own random draw, instead of one draw for
         all positions; see `Dropout`.
@@ -189,7 +194,10 @@ class Block(nn.Module):
 
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
             """Calls the self mixer."""
-            return mixer(x, mask=mask, bias=bias if mixer.bias_heads else ())
+            terms = bias if mixer.bias_heads else ()
+            if memory is None or not mixer.reads_memory:
+                return mixer(x, mask=mask, bias=terms)
+            return mixer(x, memory.encoded, mask=mask, bias=terms, memory_mask=memory.mask)
 
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
             """Calls the cross mixer."""
@@ -213,7 +221,13 @@ class Block(nn.Module):
         See `Stack.init_cache` for the arguments, and `Mixer.init_cache` for `whole`.
         """
         in_decoder = memory is not None
-        self_cache = self._self_mixer(in_decoder).init_cache(x, max_length=max_length, whole=whole)
+        self_mixer = self._self_mixer(in_decoder)
+        options: dict[str, Any] = {"max_length": max_length, "whole": whole}
+        if self_mixer.reads_memory:
+            assert memory is not None
+            merged = self_mixer.init_cache(x, memory.encoded, mask=memory.mask, **options)
+            return LayerCache(merged.own, merged.memory, in_decoder)
+        self_cache = self_mixer.init_cache(x, **options)
         if self.cross_mixer is None:
             return LayerCache(self_cache, in_decoder=in_decoder)
         mixer = self._cross_mixer(in_decoder)
@@ -241,8 +255,18 @@ class Block(nn.Module):
         def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
             """Extends the cache of the self mixer."""
             nonlocal self_cache
-            terms = bias if mixer.bias_heads else ()
-            y, self_cache = mixer.extend(x, self_cache, mask=mask, bias=terms, position=position)
+            options: dict[str, Any] = {
+                "mask": mask,
+                "bias": bias if mixer.bias_heads else (),
+                "position": position,
+            }
+            if mixer.reads_memory:
+                _check_positions(cache, x.shape[0], position)
+                merged = MergedCache(self_cache, cross)
+                y, merged = mixer.extend(x, merged, memory_mask=memory_mask, **options)
+                self_cache = merged.own
+            else:
+                y, self_cache = mixer.extend(x, self_cache, **options)
             return y
 
         def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
@@ -253,11 +277,7 @@ class Block(nn.Module):
             batch = x.shape[0]
             if cache.shares_cross:
                 batch = old.empty_memory.shape[0]
-                if jnp.ndim(old.length if position is None else position) and batch < x.shape[0]:
-                    raise ValueError(
-                        "Block: rows that share a memory must be at the same position while "
-                        "decoding. Pass a scalar position."
-                    )
+                _check_positions(cache, x.shape[0], position)
             else:
                 # Every row of tokens has its own cache, and therefore needs its own row of the
                 # mask.
@@ -311,6 +331,18 @@ class Block(nn.Module):
     def _self_mixer(self, in_decoder: bool) -> Mixer:
         """Returns the self mixer as a bound submodule."""
         name = "self_attention" if in_decoder else "attention"
+        if self.self_mixer.reads_memory:
+            kind = type(self.self_mixer).__name__
+            if not in_decoder:
+                raise ValueError(
+                    f"Block: {kind} attends to the outputs of an encoder, but there is no encoder. "
+                    "Use it in the decoder of an EncoderDecoder."
+                )
+            if self.cross_mixer is not None:
+                raise ValueError(
+                    f"Block: self_mixer is a {kind}, which already attends to the outputs of the "
+                    "encoder. Set cross_mixer=None."
+                )
         return self.self_mixer.copy(name=name, parent=self)
 
     def _cross_mixer(self, in_decoder: bool) -> Mixer:
@@ -339,6 +371,17 @@ class Block(nn.Module):
         return constrain(x)
 
 
+def _check_positions(cache: LayerCache, num_rows: int, position: int | jax.Array | None) -> None:
+    """Raises a `ValueError` if rows that share a memory are at different positions."""
+    memory: MixerCache = cache.cross_attention
+    shares = memory.empty_memory.shape[0] < num_rows
+    if shares and jnp.ndim(cache.length if position is None else position):
+        raise ValueError(
+            "Block: rows that share a memory must be at the same position while decoding. Pass a "
+            "scalar position."
+        )
+
+
 def _share_memory(
     attend: Callable[[Mixer, jax.Array], tuple[jax.Array, MixerCache]],
     mixer: Mixer,
@@ -350,12 +393,7 @@ def _share_memory(
     The memory is not repeated for the n rows. Under `vmap` over n, each matrix product multiplies n
     times as many queries with the same keys.
     """
-    count, rest = divmod(x.shape[0], batch)
-    if rest:
-        raise ValueError(
-            f"Block: there are {x.shape[0]} rows of tokens for {batch} rows of memory. Pass the "
-            "same number of rows of tokens for each row of memory."
-        )
+    count = rows_per_memory(x.shape[0], batch)
     if count == 1:
         return attend(mixer, x)
 

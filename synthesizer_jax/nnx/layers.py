@@ -13,6 +13,7 @@ __all__ = [
     "LanguageModel",
     "LightweightConvolution",
     "Linformer",
+    "MergedAttention",
     "SentenceFeedForward",
     "Stack",
     "TalkingHeads",
@@ -35,6 +36,10 @@ class LightweightConvolution(LinenModule, linen_class=mixers.LightweightConvolut
 
 class Linformer(LinenModule, linen_class=mixers.Linformer):
     """`synthesizer_jax.mixers.Linformer` as an NNX module."""
+
+
+class MergedAttention(LinenModule, linen_class=mixers.MergedAttention):
+    """`synthesizer_jax.mixers.MergedAttention` as an NNX module."""
 
 
 class SentenceFeedForward(LinenModule, linen_class=mixers.SentenceFeedForward):

@@ -355,7 +355,10 @@ def _example_arguments(
     # Some mixers accept only causal masks.
     causal = any(isinstance(p, Mixer) and not p.supports_bidirectional for p in parts)
     kwargs: dict[str, PyTree] = {"mask": Mask(causal=causal)}
-    if any(isinstance(p, Block) and p.cross_mixer is not None for p in parts):
+    if isinstance(config, Mixer):
+        return ((x, x) if config.reads_memory else (x,)), kwargs
+    blocks = [p for p in parts if isinstance(p, Block)]
+    if any(p.cross_mixer is not None or p.self_mixer.reads_memory for p in blocks):
         kwargs["memory"] = Memory(x, Mask())  # type: ignore[arg-type]
     return (x,), kwargs
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from synthesizer_jax import Gaussian, TalkingHeads
+from synthesizer_jax import Gaussian, MergedAttention, TalkingHeads
 from synthesizer_jax.attention import Mask, attend, low_rank, relative, static
 from synthesizer_jax.attention.routes import FEW_LOGITS
 from synthesizer_jax.costs import chips
@@ -144,6 +144,27 @@ def test_a_sublayer_has_no_loop_and_few_temporaries(form, count, most, dtype, gp
     assert kernels(text) == count or (form == "r" and kernels(text) > 0)
     values = 16 * INPUTS * HEADS * WIDTH * jnp.dtype(dtype).itemsize
     assert program.memory_analysis().temp_size_in_bytes <= most * values
+
+
+@every_dtype
+@every_gpu
+def test_merged_attention_has_kernels_for_both_kinds_of_keys(dtype, gpu):
+    """Log sums need no kernels of their own, and their gradient is an input of the kernels."""
+    mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(f"{gpu}:1")), ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    layer = MergedAttention(HEADS, WIDTH, alignment=alignment("v", head_dim=WIDTH))
+    x = jax.ShapeDtypeStruct((2, INPUTS, SIZE.d_model), dtype)
+    masks = {"mask": Mask(causal=True), "memory_mask": Mask(key_lengths=jnp.array([INPUTS, 3]))}
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x, x)
+
+    def loss(variables, x, memory):
+        return layer.apply(variables, x, memory, **masks).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=place, out_shardings=place)
+        text = step.lower(variables, x, x).compile(plan.GPU_OPTIONS).as_text()
+    assert kernels(text) == 2 * 3
+    assert text.count(" while(") == 0
 
 
 def test_several_hosts_are_compiled_for():

@@ -64,6 +64,12 @@ ALIGNMENT_CASES = {
 }
 
 
+def _merged(alignment, **options) -> Case:
+    return Case(
+        sj.MergedAttention(HEADS, WIDTH, alignment=alignment, **options), oracles.merged_attention
+    )
+
+
 def _talking(alignment, **options) -> Case:
     return Case(
         sj.TalkingHeads(HEADS, WIDTH, alignment=alignment, **options), oracles.talking_heads
@@ -88,6 +94,18 @@ MIXER_CASES = {
     "Linformer, two projections": Case(
         sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False),
         oracles.linformer,
+    ),
+    "MergedAttention": _merged(DOT, use_bias=True),
+    "MergedAttention, as in T5Gemma 2": _merged(
+        sj.DotProduct(4, normalize_qk=True, rotary_base=100.0),
+        num_kv_heads=2,
+        window=4,
+        soft_cap=1.5,
+        sinks=True,
+    ),
+    "MergedAttention over Random": _merged(RANDOM, cross_alignment=DOT),
+    "MergedAttention over a mixture": _merged(
+        sj.PerHead((sj.Mixture((DOT, RANDOM)), DENSE)), cross_alignment=sj.DotProduct(5)
     ),
     "ALR": Case(sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH), oracles.sentence_feed_forward),
     "ALSR": Case(

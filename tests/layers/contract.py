@@ -88,11 +88,42 @@ class Subject:
         self.layer = case.layer
         self.mode = case.modes[-1]
         self.decodes = "causal" in case.modes
-        self.crosses = isinstance(case.layer, AttentionBase)  # whose parameters are the same
+        # The parameters of self-attention and of cross-attention are the same.
+        self.crosses = isinstance(case.layer, AttentionBase) and case.layer.has_cross_attention
         self.packs = case.packs and case.layer.supports_packing
         self.x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, D))
-        options = {"dtype": np.float64, "mask": mask(self.mode)}
+        options = {"dtype": np.float64, "mask": mask(self.mode), **self.memory(jnp.float32)}
         self.variables = general(self.layer.init, jnp.asarray(self.x, jnp.float32), **options)
+
+    def memory(self, dtype: Any, examples: Any = (0, 1)) -> dict[str, Any]:
+        """Returns the arguments of a layer that also reads a memory, for the given examples."""
+        if not self.layer.reads_memory:
+            return {}
+        index = np.asarray(examples)
+        lengths = jnp.asarray(np.array(oracles.MEMORY_LENGTHS)[index])
+        return {
+            "kv": jnp.asarray(oracles.MEMORY[index], dtype),
+            "memory_mask": Mask(key_lengths=lengths),
+        }
+
+    def packed_memory(self, dtype: Any, index: np.ndarray, segments: np.ndarray) -> dict[str, Any]:
+        """Returns the arguments for packed rows, in which each segment reads its own memory."""
+        if not self.layer.reads_memory:
+            return {}
+        rows, own = np.zeros((2, *index.shape), int)  # indices into the flattened memory
+        room = oracles.MEMORY.shape[1]
+        for row, number in np.ndindex(len(index), segments.max()):
+            tokens = index[row][segments[row] == number + 1]
+            if tokens.size:
+                example = tokens[0] // LENGTH
+                count = oracles.MEMORY_LENGTHS[example]
+                start = (own[row] > 0).sum()
+                rows[row, start : start + count] = example * room + np.arange(count)
+                own[row, start : start + count] = number + 1
+        packed = Mask.packed(
+            jnp.asarray(own), jnp.asarray(segments), segments=2, segment_length=LENGTH
+        )
+        return {"kv": jnp.asarray(flat(oracles.MEMORY)[rows], dtype), "memory_mask": packed}
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compiles a function that computes in float64, without rank promotion."""
@@ -115,24 +146,26 @@ class Subject:
     def _forward(self, variables: Any, x: jax.Array) -> dict[str, jax.Array]:
         """Returns the layer's outputs for the same tokens, for every way of calling the layer."""
         apply = functools.partial(self.layer.apply, variables)
-        extend = functools.partial(apply_method, self.layer.extend, variables)
-        out = {mode: apply(x, mask=mask(mode)) for mode in self.case.modes}
+        memory = self.memory(x.dtype)
+        extend = self._extend_with(variables, memory)
+        out = {mode: apply(x, mask=mask(mode), **memory) for mode in self.case.modes}
         for mode in self.case.modes if self.packs else ():
             index, segments = np.swapaxes(PACKED[mode], 0, 1)
             packed = Mask.packed(
                 jnp.asarray(segments), causal=mode == "causal", segments=2, segment_length=LENGTH
             )
-            out[f"packed {mode}"] = apply(flat(x)[index], mask=packed)
+            own = self.packed_memory(x.dtype, index, segments)
+            out[f"packed {mode}"] = apply(flat(x)[index], mask=packed, **own)
         if not self.packs:
             longer = jnp.pad(x, ((0, 0), (0, ROOM - LENGTH), (0, 0)), constant_values=9.0)
             out["longer"] = apply(longer, mask=mask(self.mode))
         if self.decodes:
-            cache = apply_method(self.layer.init_cache, variables, x, max_length=ROOM)
+            cache = self._init_cache(variables, x, memory)
             prompt = x[:, :4].at[:, 3].set(jnp.nan)  # three tokens and padding
             first, cache = extend(prompt, cache, mask=Mask(key_lengths=jnp.array([3, 3])))
             first, out["padding of a prompt"] = first[:, :3], first[:, 3]
             # Let the cache hold the same number of tokens for all examples.
-            cache = dataclasses.replace(cache, length=np.int32(3))
+            cache = self.layer.with_length(cache, np.int32(3))
 
             def step(cache, new):
                 """Decodes one token."""
@@ -157,8 +190,18 @@ class Subject:
             out["cross steps"] = jnp.concatenate([first, last], axis=1)
         return out
 
+    def _init_cache(self, variables: Any, x: jax.Array, memory: dict[str, Any]) -> Any:
+        """Returns an empty cache, or a cache that holds the memory."""
+        options = {"max_length": ROOM, "mask": memory.get("memory_mask")}
+        return apply_method(self.layer.init_cache, variables, x, memory.get("kv"), **options)
+
+    def _extend_with(self, variables: Any, memory: dict[str, Any]) -> Callable[..., Any]:
+        """Returns the method `extend` with variables, and with the mask of the memory if any."""
+        masks = {name: memory[name] for name in memory if name == "memory_mask"}
+        return functools.partial(apply_method, self.layer.extend, variables, **masks)
+
     def loss(self, variables: Any, x: jax.Array) -> jax.Array:
-        y = self.layer.apply(variables, x, mask=mask(self.mode))
+        y = self.layer.apply(variables, x, mask=mask(self.mode), **self.memory(x.dtype))
         weights = np.random.default_rng(7).normal(size=self.x.shape)
         weights = weights * seen_pairs(self.mode).any(2)[..., None]
         return jnp.sum(y * jnp.asarray(weights, y.dtype))
@@ -202,12 +245,15 @@ class Subject:
 
     def _others(self, variables: Any, x: jax.Array) -> dict[str, Any]:
         narrow = jax.tree.map(lambda p: p.astype(jnp.float32), variables)
-        out = {"bfloat16": self.layer.apply(narrow, x.astype(jnp.bfloat16), mask=mask(self.mode))}
+        half = x.astype(jnp.bfloat16)
+        own = self.memory(half.dtype)
+        out = {"bfloat16": self.layer.apply(narrow, half, mask=mask(self.mode), **own)}
         if self.decodes:
-            extend = functools.partial(apply_method, self.layer.extend, variables)
+            memory = self.memory(x.dtype, (0, 1, 0, 1))
+            extend = self._extend_with(variables, memory)
             prompts = jnp.where(jnp.asarray(REAL)[..., None], flat(x)[PROMPTS], jnp.nan)
             real = Mask(key_valid=jnp.asarray(REAL))
-            cache = apply_method(self.layer.init_cache, variables, prompts, max_length=ROOM)
+            cache = self._init_cache(variables, prompts, memory)
             out["prompts"], cache = extend(prompts, cache, mask=real)
 
             def step(cache, new):
@@ -385,7 +431,8 @@ def eager_is_compiled_and_nothing_infinite(s: Subject) -> None:
     variables, x = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), (s.variables, s.x))
     empty = mask(s.mode, (LENGTH, 0))
     with jax.debug_nans(True), jax.debug_infs(True):
-        y, back = jax.vjp(lambda v, x: s.layer.apply(v, x, mask=empty), variables, x)
+        own = s.memory(x.dtype)
+        y, back = jax.vjp(lambda v, x: s.layer.apply(v, x, mask=empty, **own), variables, x)
         back(y)
     np.testing.assert_allclose(y[0], s.forward[s.mode][0], rtol=0, atol=1e-4)
 

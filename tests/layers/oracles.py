@@ -41,6 +41,45 @@ def attention(layer, p, constants, x, seen):
     return y + p["out"]["bias"] if layer.use_bias else y
 
 
+MEMORY_LENGTHS = (5, 3)
+MEMORY = np.random.default_rng(3).normal(size=(2, 5, 10))
+"""The outputs of an encoder, for two examples, to which `MergedAttention` attends."""
+
+
+def merged_attention(layer, p, constants, x, seen):
+    """``concat_h(softmax([S; C]) · [x; m] W_v) W_o``, with the keys of both kinds concatenated."""
+    logits = logits_of(layer.alignment, p["align"], constants.get("align", {}), x, layer.num_heads)
+    if layer.cross_alignment is None:
+        align, own = layer.alignment, p["align"]
+    else:
+        align, own = layer.cross_alignment, p["cross_align"]
+    memory_logits = np.zeros((*logits.shape[:3], MEMORY.shape[1]))
+    for h, i, j in np.ndindex(*memory_logits.shape[1:]):
+        # Shared keys of the memory are not rotated, as if they were at position 0.
+        distance = i if layer.cross_alignment is None else i - j
+        memory_logits[:, h, i, j] = product(
+            align, own, x[:, i], MEMORY[:, j], h, distance, layer.num_heads
+        )
+    real = np.arange(MEMORY.shape[1]) < np.array(MEMORY_LENGTHS)[:, None]
+    memory_seen = seen.any(2)[:, :, None] & real[:, None]
+    seen = np.concatenate([within_window(layer, seen), memory_seen], axis=2)
+    logits = np.concatenate([logits, memory_logits], axis=3)
+    if layer.soft_cap is not None:
+        logits = layer.soft_cap * np.tanh(logits / layer.soft_cap)
+    if layer.sinks:
+        sinks = np.broadcast_to(p["sinks"][:, None, None], (*logits.shape[:-1], 1))
+        logits = np.append(logits, sinks, axis=-1)
+        seen = np.append(seen, np.ones_like(seen[..., :1]), axis=-1)
+    tokens = np.concatenate([x, MEMORY], axis=1)
+    weights = masked_softmax(logits, seen[:, None])[..., : tokens.shape[1]]
+    values = np.einsum("bkd,dhe->bkhe", tokens, p["value"]["kernel"])
+    if layer.use_bias:
+        values = values + p["value"]["bias"]
+    values = np.repeat(values, layer.num_heads // values.shape[2], axis=2)
+    y = np.einsum("bhqk,bkhe,hed->bqd", weights, values, p["out"]["kernel"])
+    return y + p["out"]["bias"] if layer.use_bias else y
+
+
 def within_window(layer, seen):
     """Returns `seen` without the keys that are outside of the window.
 
@@ -99,6 +138,14 @@ def logits_of(alignment, p, constants, x, heads):
     """
     if isinstance(alignment, sj.Mixture):
         return mixture(alignment, p, constants, x, heads)
+    if isinstance(alignment, sj.PerHead):
+        parts = [
+            logits_of(part, *(v.get(f"part_{i}", {}) for v in (p, constants)), x, count)
+            for i, (part, count) in enumerate(
+                zip(alignment.parts, alignment.counts(heads), strict=True)
+            )
+        ]
+        return np.concatenate([np.broadcast_to(s, (len(x), *s.shape[1:])) for s in parts], axis=1)
     b, n, _ = x.shape
     s = np.zeros((b, heads, n, n))
     for h, i, j in np.ndindex(heads, n, n):
@@ -154,26 +201,7 @@ def rotary_turns(alignment, width):
 def one_logit(alignment, p, constants, x, h, i, j, heads):
     match alignment:
         case sj.DotProduct():
-            q = project(p["query"], x[:, i], h)
-            k = project(p["key"], x[:, j], h * p["key"]["kernel"].shape[1] // heads)
-            width = q.shape[-1]
-            if norm := alignment.normalize_qk:
-                offset, epsilon = (0.0, 1e-6) if norm is True else (norm.offset, norm.epsilon)
-                q, k = (
-                    y
-                    / np.sqrt((y**2).mean(-1, keepdims=True) + epsilon)
-                    * (offset + p[name]["scale"])
-                    for y, name in ((q, "query_norm"), (k, "key_norm"))
-                )
-            if alignment.rotary_base is not None:  # pairs of features are complex numbers
-                w = int(width * alignment.rotary_share)
-                q, k = ((y[:, : w // 2] + 1j * y[:, w // 2 : w], y[:, w:]) for y in (q, k))
-                turn, magnitude = rotary_turns(alignment, w)
-                q = np.concatenate(
-                    [q[0] * np.exp(1j * (i - j) * turn) * magnitude**2, q[1]], axis=-1
-                )
-                k = np.concatenate(k, axis=-1)
-            return (q * k.conj()).sum(-1).real * (alignment.scale or 1 / math.sqrt(width))
+            return product(alignment, p, x[:, i], x[:, j], h, i - j, heads)
         case sj.Bilinear():
             return (project(p["query"], x[:, i], h) * x[:, j]).sum(-1)
         case sj.Dense():
@@ -197,6 +225,29 @@ def one_logit(alignment, p, constants, x, h, i, j, heads):
             offset = alignment.offsets[h % len(alignment.offsets)]
             return -0.5 * ((j - i - offset) / alignment.sigma) ** 2
     raise TypeError(alignment)
+
+
+def product(alignment, p, query, key, h, distance, heads):
+    """Returns the logit of a `DotProduct` for two tokens ``[b, d]``.
+
+    `distance` is the position of the query minus the position of the key.
+    """
+    q = project(p["query"], query, h)
+    k = project(p["key"], key, h * p["key"]["kernel"].shape[1] // heads)
+    width = q.shape[-1]
+    if norm := alignment.normalize_qk:
+        offset, epsilon = (0.0, 1e-6) if norm is True else (norm.offset, norm.epsilon)
+        q, k = (
+            y / np.sqrt((y**2).mean(-1, keepdims=True) + epsilon) * (offset + p[name]["scale"])
+            for y, name in ((q, "query_norm"), (k, "key_norm"))
+        )
+    if alignment.rotary_base is not None:  # pairs of features are complex numbers
+        w = int(width * alignment.rotary_share)
+        q, k = ((y[:, : w // 2] + 1j * y[:, w // 2 : w], y[:, w:]) for y in (q, k))
+        turn, magnitude = rotary_turns(alignment, w)
+        q = np.concatenate([q[0] * np.exp(1j * distance * turn) * magnitude**2, q[1]], axis=-1)
+        k = np.concatenate(k, axis=-1)
+    return (q * k.conj()).sum(-1).real * (alignment.scale or 1 / math.sqrt(width))
 
 
 def project(p, x, h):

@@ -14,6 +14,7 @@ DISTINCT = {  # structures that shard, decode and round differently
     *("FactorizedDense", "FactorizedRandom", "Gaussian"),
     *("Linformer", "Mixture of everything", "PerHead of mixtures", "Random", "ALR of a decoder"),
     *("TalkingHeads", "TokenFeedForward"),
+    *("MergedAttention, as in T5Gemma 2", "MergedAttention over Random"),
 }
 EAGER = {  # the check is slow, and these cases cover the operations of all other cases
     *(
@@ -23,7 +24,7 @@ EAGER = {  # the check is slow, and these cases cover the operations of all othe
         "Linformer",
         "Mixture of everything",
     ),
-    *("ALR of a decoder", "TalkingHeads"),
+    *("ALR of a decoder", "TalkingHeads", "MergedAttention, as in T5Gemma 2"),
 }
 CHECKS = [(n, check) for n in CASES for check in CONTRACT + (FURTHER if n in DISTINCT else ())]
 CHECKS += [(n, eager_is_compiled_and_nothing_infinite) for n in CASES if n in EAGER]

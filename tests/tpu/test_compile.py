@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from synthesizer_jax import Gaussian
+from synthesizer_jax import DotProduct, Gaussian, MergedAttention
 from synthesizer_jax.attention import Mask, attend, low_rank, relative, static
 from synthesizer_jax.attention.routes import FEW_LOGITS
 from synthesizer_jax.base.registry import replace
@@ -168,6 +168,25 @@ def test_kernels_with_a_pattern_and_capped_logits(name, n):
         step = jax.jit(jax.grad(loss), in_shardings=place, out_shardings=place)
         text = step.lower(x, jax.ShapeDtypeStruct((2, 1, n, n), bool)).compile().as_text()
     assert text.count('"tpu_custom_call"') == (2 if n == 500 else 3)
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1"])
+def test_merged_attention_has_kernels_for_both_kinds_of_keys(name):
+    """Log sums need no kernels of their own, and their gradient is an input of the kernels."""
+    mesh = jax.sharding.Mesh(plan.devices_of(chips.parse_topology(name))[:1], ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    layer = MergedAttention(2, 64, alignment=DotProduct(rotary_base=10_000.0), num_kv_heads=1)
+    x, memory = (jax.ShapeDtypeStruct((2, n, 128), jnp.bfloat16) for n in (256, INPUTS))
+    masks = {"mask": Mask(causal=True), "memory_mask": Mask(key_lengths=jnp.array([INPUTS, 3]))}
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x, memory)
+
+    def loss(variables, x, memory):
+        return layer.apply(variables, x, memory, **masks).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=place, out_shardings=place)
+        text = step.lower(variables, x, memory).compile().as_text()
+    assert text.count('"tpu_custom_call"') == 4
 
 
 @pytest.mark.parametrize(

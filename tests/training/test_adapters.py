@@ -61,7 +61,9 @@ def test_a_kernel_is_split_where_its_layer_sums():
     cases = {**ALIGNMENT_CASES, **MIXER_CASES}
     tokens = jax.ShapeDtypeStruct((2, LENGTH, D), np.float32)
     modules = [
-        (name, case.layer, (tokens,)) for name, case in cases.items() if "full" in case.modes
+        (name, case.layer, (tokens, tokens) if case.layer.reads_memory else (tokens,))
+        for name, case in cases.items()
+        if "full" in case.modes
     ]
     stack = UniversalStack(encoder().encoder.runs)
     models = [
