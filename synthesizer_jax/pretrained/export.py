@@ -21,11 +21,12 @@ from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.huggingface.peft_export import write_adapters
 from synthesizer_jax.pretrained.model_card import write_model_card
 from synthesizer_jax.pretrained.t5x import write_checkpoint
+from synthesizer_jax.primitives.parameters import Variables
 from synthesizer_jax.runs.saved import find_checkpoint, open_vocabulary
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import read_base, restore_run, restore_trained
-from synthesizer_jax.training.run_directory import find_base, load_experiment
+from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.source import read_source
 
 FORMATS = HUGGING_FACE, PEFT, T5X, SCANNED_T5X, STABLEHLO = (
@@ -175,8 +176,18 @@ def _export_adapters(
             staging,
             adapted,
             unroll_variables(model, trained),
-            lambda: unroll_variables(model, read_base(find_base(experiment), None)),
+            lambda: unroll_variables(model, _read_float_base(experiment)),
             base=facts.base,
         )
         write_model_card(staging, source, facts)
         advance(1)
+
+
+def _read_float_base(experiment: Experiment) -> Variables:
+    """Returns the base of a run's adapters in float32, as PEFT uses it.
+
+    The run itself may hold the base in 8 bits.
+    """
+    adapters = replace(experiment.training.adapters, base=None)
+    training = replace(experiment.training, adapters=adapters)
+    return read_base(replace(experiment, training=training), None)

@@ -235,7 +235,7 @@ def test_peft_reads_what_is_exported(base, tmp_path, targets, rules):
 
 
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "T5Gemma, tied", "T5Gemma"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dora in 8 bits"])
 def test_peft_reads_all_kinds_of_adapters(tmp_path, family, kind):
     make_base(tmp_path / "base", family)
     convert_checkpoint(tmp_path / "base", tmp_path / "run")
