@@ -70,6 +70,12 @@ MAX_HEADS = 8
 A program computes the smallest number of heads that fills whole registers.
 """
 
+MAX_LOGITS = 2**21
+"""The largest number of logits of a program, for all of its heads together.
+
+The compiler unrolls the loops over a program's logits. With more logits, compiling takes minutes.
+"""
+
 
 def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     """Explains why the static TPU kernels cannot take the inputs, or returns None if they can."""
@@ -83,6 +89,11 @@ def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
         return (
             f"No smaller number than {heads} heads of width {values.shape[3]} fills whole "
             f"registers, but the kernels compute at most {MAX_HEADS} heads together."
+        )
+    if heads * q_length * values.shape[1] > MAX_LOGITS:
+        return (
+            f"A program would compute {heads} heads with the logits of {q_length} queries and "
+            f"{values.shape[1]} keys, but the kernels compute at most {MAX_LOGITS} logits together."
         )
     if examples_per_program(values, q_length) < 1:
         return (
@@ -176,10 +187,12 @@ def backward(
         residuals = Residuals(flatten_heads(dout), flatten_heads(out), rows)
 
     scratch = make_scratch(tiling, operands, backward=True)
+    # The kernel sums the cotangents of the logits in float32, in the memory of its results.
+    sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), bias)
     dbias, dvalues = call_kernel(
         functools.partial(_backward_kernel, tiling),
         LabeledArrays((operands, residuals), (OPERAND_AXES, RESIDUAL_AXES)),
-        LabeledArrays((bias, operands.values), (BIAS_AXES, "b.l")),
+        LabeledArrays((sums, operands.values), (BIAS_AXES, "b.l")),
         tiling.plan(2, scratch, program_memory(values, q_length)),
         interpret=interpret,
     )
@@ -189,7 +202,7 @@ def backward(
         # dV = m ∘ Eᵀ D
         real_keys: Any = inputs.mask.keys(values.shape[1])
         dvalues = jnp.where(real_keys[..., None, None], dvalues, 0)
-    (dbiases,) = bias_vjp(dbias)
+    (dbiases,) = bias_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), dbias, bias))
     return inputs.cotangents(Products(), dbiases, dvalues)
 
 
@@ -201,7 +214,7 @@ def _forward_kernel(
     `out` has the shape ``[c, q, heads · e]``. `inverse_row_sum` has the shape ``[heads, c, q]``, or
     is None.
     """
-    _fill_scratch(tiling, refs, scratch)
+    _fill_scratch(tiling, refs, scratch, None)
     real_queries: Ref = None if refs.real_queries is None else refs.real_queries[...].T  # [q, c]
 
     def write_result(head: int, inverse_sum: jax.Array | None) -> None:
@@ -245,12 +258,17 @@ def _backward_kernel(
     """Computes the cotangent of the values, and adds up the cotangent of the bias.
 
     `dvalues` has the shape ``[c, k, heads · e]``. The arrays of `dbias` have the shapes of a
-    program's tiles of the bias. Only the program of the last group of examples writes `dbias`.
+    program's tiles of the bias. They stay in vector memory until the program of the last group of
+    examples has written them.
     """
-    _fill_scratch(tiling, refs, scratch)
+    # The sum of dS over the examples is the cotangent of the table. Without a table, the sum is in
+    # scratch memory, because only the sums along its diagonals are a result.
+    dlogits_sum = scratch.dlogits_sum if dbias.table is None else dbias.table
+    _fill_scratch(tiling, refs, scratch, dlogits_sum)
 
     for head in range(tiling.heads):
-        dvalues_in_columns = _add_examples(tiling, refs, residuals, head, scratch)  # [k, c · e]
+        # [k, c · e]
+        dvalues_in_columns = _add_examples(tiling, refs, residuals, head, scratch, dlogits_sum)
         for example in range(tiling.examples):
             part = dvalues_in_columns[:, tiling.columns_of(example)]
             dvalues[example, :, tiling.lanes_of(head)] = part.astype(dvalues.dtype)
@@ -258,30 +276,35 @@ def _backward_kernel(
     @pl.when(pl.program_id(1) == tiling.grid[1] - 1)
     def _() -> None:
         for head in range(tiling.heads):
-            _write_dbias(tiling, refs, dbias, head, scratch)
+            _finish_dbias(tiling, refs, dbias, head, scratch, dlogits_sum)
 
 
-def _write_dbias(tiling: Tiling, refs: Operands, dbias: Bias, head: int, scratch: Scratch) -> None:
-    """Writes the cotangents of one head's table and diagonals, after the last group of examples."""
+def _finish_dbias(
+    tiling: Tiling, refs: Operands, dbias: Bias, head: int, scratch: Scratch, dlogits_sum: Ref
+) -> None:
+    """Computes the cotangent of one head's bias from the sum over all examples."""
     if refs.real_keys is None:
         # Before this step, `dlogits_sum` is P ∘ dP. The derivative of the softmax is
         # dS = P ∘ dP - P Σ_k P ∘ dP.
-        dweights = scratch.dlogits_sum[head]
+        dweights = dlogits_sum[head]
         weights = scratch.weights[head].astype(jnp.float32)
-        scratch.dlogits_sum[head] -= weights * jnp.sum(dweights, axis=1, keepdims=True)
-    dlogits = scratch.dlogits_sum.at[head]  # [q, k]
-    if dbias.table is not None:
-        dbias.table[head] = dlogits[...].astype(dbias.table.dtype)
+        dlogits_sum[head] -= weights * jnp.sum(dweights, axis=1, keepdims=True)
     if dbias.diagonals is not None:
         _, _, rows, _ = tiling.shape
         count = dbias.diagonals.shape[2]
+        dlogits = dlogits_sum.at[head]  # [q, k]
         dbias.diagonals[head] = sum_diagonals(dlogits, 0, rows=rows, count=count)
 
 
 def _add_examples(
-    tiling: Tiling, refs: Operands, residuals: Residuals, head: int, scratch: Scratch
+    tiling: Tiling,
+    refs: Operands,
+    residuals: Residuals,
+    head: int,
+    scratch: Scratch,
+    dlogits_sum: Ref,
 ) -> jax.Array:
-    """Adds dS of one head and a program's examples to the sum in `scratch`.
+    """Adds dS of one head and a program's examples to `dlogits_sum`.
 
     Returns:
       The cotangents of the values of the program's examples, ``[k, c · e]``.
@@ -322,26 +345,29 @@ def _add_examples(
         dweights -= matmul(jnp.concatenate(deltas, axis=1), refs.real_keys[...], axes=(1, 0))
 
     # dS = E ∘ dE
-    scratch.dlogits_sum[head] += scratch.weights[head].astype(jnp.float32) * dweights
+    dlogits_sum[head] += scratch.weights[head].astype(jnp.float32) * dweights
     # dV = Eᵀ D
     return matmul(scratch.transposed[head], rounded_dout, axes=(1, 0))
 
 
-def _fill_scratch(tiling: Tiling, refs: Operands, scratch: Scratch) -> None:
+def _fill_scratch(tiling: Tiling, refs: Operands, scratch: Scratch, dlogits_sum: Ref) -> None:
     """Computes the weights of a group of heads, and sets the sums of their cotangents to zero.
 
     Only the first program of a group of heads computes the weights. In all other programs, the
-    function does nothing.
+    function does nothing. `dlogits_sum` is None in the forward kernel.
     """
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         for head in range(tiling.heads):
-            weights = _shared_weights(tiling, refs, head, scratch.tile)
+            # The backward kernel does not need the memory of the sums yet, so it expands the
+            # diagonals there.
+            tile = scratch.tile if dlogits_sum is None else dlogits_sum.at[head]
+            weights = _shared_weights(tiling, refs, head, tile)
             scratch.weights[head] = weights.astype(scratch.weights.dtype)
-            if scratch.transposed is not None:
+            if dlogits_sum is not None:
                 scratch.transposed[head] = weights.T.astype(scratch.transposed.dtype)
-                scratch.dlogits_sum[head] = jnp.zeros_like(weights)
+                dlogits_sum[head] = jnp.zeros_like(weights)
 
 
 def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax.Array:
@@ -353,7 +379,7 @@ def _shared_weights(tiling: Tiling, refs: Operands, head: int, tile: Ref) -> jax
       tiling: the division of the work into programs.
       refs: references to the operands.
       head: the index of the head among the heads of the program.
-      tile: scratch memory ``[q, k]`` in which diagonals are expanded.
+      tile: memory ``[q, k]`` in which diagonals are expanded.
     """
     bias = refs.bias
     shape = tiling.shape[2:]

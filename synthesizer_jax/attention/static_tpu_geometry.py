@@ -30,10 +30,12 @@ from synthesizer_jax.attention.fused_arrays import FusedInputs
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.tpu import BIAS_AXES, LANES, VMEM, Bias, KernelPlan, Ref
 
-LIVE_TILES = 10
+TABLES = 5
 """The number of float32 matrices ``[q, k]`` per head that are in vector memory at once.
 
-The matrices are the table, its cotangent, the weights in two layouts, sums, and temporary arrays.
+Two of the matrices are copies of the table, and two are copies of its cotangent, because Pallas
+copies the tiles of one program while it computes another. The last matrix is a reserve for the
+compiler's temporary arrays. Without a table, the diagonals and the sum of dS take less.
 """
 
 PRODUCT_COLUMNS = 512
@@ -135,9 +137,14 @@ def heads_per_program(heads: int, width: int) -> int:
 
 
 def _tile_bytes(values: jax.Array, q_length: int) -> int:
-    """Returns the number of bytes of vector memory that a program's matrices of logits take."""
+    """Returns the number of bytes of vector memory that a program's matrices of logits take.
+
+    Next to the matrices in `TABLES`, the backward kernel holds the weights in two layouts, in the
+    dtype of the values.
+    """
     _, k_length, heads, width = values.shape
-    return LIVE_TILES * 4 * heads_per_program(heads, width) * q_length * k_length
+    logit_bytes = TABLES * 4 + 2 * values.dtype.itemsize
+    return logit_bytes * heads_per_program(heads, width) * q_length * k_length
 
 
 def program_memory(values: jax.Array, q_length: int) -> int:
@@ -159,19 +166,17 @@ def program_memory(values: jax.Array, q_length: int) -> int:
 def examples_per_program(values: jax.Array, q_length: int) -> int:
     """Returns the number of examples that fit into vector memory along with the logits.
 
-    The result is 0 if the matrices of logits do not fit even without examples. A third of the
-    vector memory is left to the compiler.
+    The result is less than 1 if the matrices of logits leave no memory for an example. An eighth of
+    the program's memory is left to the compiler, which needed a quarter of a MiB more than the sum
+    of these sizes for rows of 512 tokens on TPU v4.
     """
     _, k_length, heads, width = values.shape
     lanes = max(heads_per_program(heads, width) * width, LANES)
     # An example has values, an output, and the cotangents of both. Vector memory holds two copies
     # of each tile, because Pallas loads the next tile while a program computes the current tile.
     example_bytes = 8 * values.dtype.itemsize * max(q_length, k_length) * lanes
-    memory = program_memory(values, q_length)
-    tiles = _tile_bytes(values, q_length)
-    if 3 * tiles > 2 * memory:
-        return 0
-    return 2 * (memory - tiles) // (3 * example_bytes)
+    usable = program_memory(values, q_length) // 8 * 7
+    return (usable - _tile_bytes(values, q_length)) // example_bytes
 
 
 class Operands(NamedTuple):
@@ -272,14 +277,16 @@ class Scratch(NamedTuple):
     Attributes:
       weights: the weights E, or the normalized weights P if `Operands.real_keys` is None. The shape
         is ``[heads, q, k]``, and the dtype is the dtype of the values.
-      tile: the logits of one head, ``[q, k]`` float32, or None if the bias has no diagonals.
+      tile: memory in which the forward kernel expands the diagonals of one head, ``[q, k]``
+        float32. It is None if the bias has no diagonals, and in the backward kernel.
       transposed: the transposed weights, ``[heads, k, q]``, or None in the forward kernel.
       dlogits_sum: the sum of the logits' cotangents over the examples so far, ``[heads, q, k]``
-        float32, or None in the forward kernel.
+        float32. It is None in the forward kernel. It is also None if the bias has a table, because
+        the cotangent of the table is then the sum.
     """
 
     weights: Ref
-    tile: Ref
+    tile: Ref = None
     transposed: Ref = None
     dlogits_sum: Ref = None
 
@@ -289,14 +296,12 @@ def make_scratch(tiling: Tiling, operands: Operands, *, backward: bool) -> Scrat
     _, _, q_length, k_length = tiling.shape
     heads = tiling.heads
     dtype = operands.values.dtype
-    has_diagonals = operands.bias.diagonals is not None
     weights = pltpu.VMEM((heads, q_length, k_length), dtype)
-    tile = pltpu.VMEM((q_length, k_length), jnp.float32) if has_diagonals else None
     if not backward:
+        has_diagonals = operands.bias.diagonals is not None
+        tile = pltpu.VMEM((q_length, k_length), jnp.float32) if has_diagonals else None
         return Scratch(weights, tile)
-    return Scratch(
-        weights,
-        tile,
-        transposed=pltpu.VMEM((heads, k_length, q_length), dtype),
-        dlogits_sum=pltpu.VMEM((heads, q_length, k_length), jnp.float32),
-    )
+    has_table = operands.bias.table is not None
+    dlogits_sum = None if has_table else pltpu.VMEM((heads, q_length, k_length), jnp.float32)
+    transposed = pltpu.VMEM((heads, k_length, q_length), dtype)
+    return Scratch(weights, transposed=transposed, dlogits_sum=dlogits_sum)

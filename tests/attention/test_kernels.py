@@ -24,6 +24,7 @@ from synthesizer_jax.attention import (
     low_rank,
     static,
     static_tpu,
+    static_tpu_geometry,
 )
 from synthesizer_jax.attention.derivatives import platform_dependent
 from synthesizer_jax.attention.fused_route import softmax_vjp_delta
@@ -217,6 +218,24 @@ def _zero(x):
 def test_static_kernels_with_every_kind_of_mask(name, names):
     mask, q = (CROSS | OWN)[name]
     terms, values, g = cases.problem(names, q)
+    found, _ = run_static(mask.query_offset, terms, values, mask, g)
+    cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
+
+
+@pytest.mark.parametrize("names", [("static", "relative"), ("relative",)])
+@pytest.mark.parametrize("name", ["padding", "causal and padding"])
+def test_static_kernels_sum_over_several_programs(name, names):
+    """The cotangents of the bias are sums over examples that different programs compute.
+
+    Heads that are so wide fill the columns of a product, so a program computes one example.
+    """
+    mask, q = (CROSS | OWN)[name]
+    width = static_tpu_geometry.PRODUCT_COLUMNS
+    terms = cases.make_terms(names, BATCH, q, KEYS)
+    values = cases.normal("values", BATCH, KEYS, HEADS, width)
+    g = cases.normal("cotangent", BATCH, q, HEADS, width)
+    inputs = static_inputs(Call(terms, values, mask, q))
+    assert static_tpu_geometry.make_tiling(inputs, q, mask.query_offset).grid == (HEADS, BATCH)
     found, _ = run_static(mask.query_offset, terms, values, mask, g)
     cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
 

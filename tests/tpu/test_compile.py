@@ -109,10 +109,7 @@ def test_kernels_compile_for_other_generations(variant, name):
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
     text = plan.compile_step(small, place).as_text()
-    # The vector memory of TPU v4 is too small for two heads' tables of 512 × 512. The encoder's
-    # tables are therefore applied by matrix products instead of a kernel.
-    without = 2 if variant == "r" and name.startswith("v4") else 0
-    assert text.count('"tpu_custom_call"') == KERNELS[variant] - without
+    assert text.count('"tpu_custom_call"') == KERNELS[variant]
 
 
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
