@@ -1,6 +1,7 @@
 """Tests all kinds of model folders, and tokenizers. `make test-peers` runs these tests."""
 
 import importlib
+import json
 import pathlib
 
 import pytest
@@ -10,6 +11,7 @@ from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from tests.peers.test_transformers import ODD
 from tests.pretrained.gemma import CONFIGS, make_folder
+from tests.pretrained.tokenizers import random_texts, write_tokenizer
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -33,6 +35,35 @@ def test_tokenizers_of_the_library_give_the_same_ids(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for row in importlib.import_module("pretrained").tokenizer_rows(tmp_path):
         assert row["texts"] == row["in"] == row["out"] >= 5000, row
+
+
+NEW = {"content": "new"}
+SPECIAL = {"content": "<z>", "special": True, "rstrip": True}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"pad_token": "[PAD]", "extra_special_tokens": ["<a>", "<b>"]}},
+        {"tokenizer_config": {"added_tokens_decoder": {"600": NEW, "601": SPECIAL}}},
+        {"added_tokens": {"new": 600, "<c>": 601}, "special_tokens_map": {"pad_token": "<c>"}},
+        {"tokenizer_config": {"split_special_tokens": True}},
+        {"tokenizer_config": {"add_bos_token": True, "add_eos_token": True}},
+    ],
+)
+def test_the_configuration_of_a_tokenizer_means_the_same(tmp_path, files):
+    write_tokenizer(tmp_path, "LLaMA", added=False)
+    (tmp_path / "config.json").write_text('{"model_type": "umt5"}')
+    for name, fields in files.items():
+        file = tmp_path / f"{name}.json"
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps(before | fields), encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = read_vocabulary(tmp_path, tmp_path)
+    assert ours.vocab_size == len(theirs)
+    first, last = ours.around_inputs
+    for text in ("new n <a><b> [PAD]<c> x <z>  y </s>", *random_texts(100)):
+        assert theirs(text).input_ids == [*first, *ours.encode(text), *last], text
 
 
 @pytest.mark.parametrize("saved", [False, True])

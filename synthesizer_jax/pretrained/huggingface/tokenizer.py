@@ -117,7 +117,7 @@ def read_vocabulary(
         if obstacle is None and _is_like_t5(folder / TOKENIZER):
             file = scratch / SENTENCEPIECE[0]
             file.write_bytes(sentencepiece_model(folder / TOKENIZER, ids))
-            return named_vocabulary(str(file), 0)
+            return named_vocabulary(str(file), 0).build()
         return Tokenizer(str(folder / TOKENIZER)).build()
     if obstacle is not None:
         raise ValueError(f"{obstacle} {_WRITE_TOKENIZER}")
