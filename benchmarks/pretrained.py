@@ -32,7 +32,7 @@ from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
 from tests.peers.test_transformers import CLASSES, deviation, load_reference, make_model
-from tests.pretrained import gemma
+from tests.pretrained import gemma, gemma2
 from tests.pretrained.folders import FAMILIES, TINY
 from tests.pretrained.tokenizers import code_texts, random_texts, real_texts, write_tokenizer
 
@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
         f"T5Gemma, {kind}": config | {"model_type": "t5gemma"}
         for kind, config in gemma.CONFIGS.items()
     },
+    "T5Gemma 2": gemma2.CONFIG,
 }
 """The configurations of transformers by the kinds of folders."""
 
@@ -146,18 +147,22 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         # matrices whose shapes do not match, so leave it out.
         encoder = gemma.CONFIGS["balanced"]["encoder"] | {"sliding_window": 64}
         KINDS["T5Gemma, balanced"] = KINDS["T5Gemma, balanced"] | {"encoder": encoder}
-        del KINDS["T5Gemma, unbalanced"]
+        del KINDS["T5Gemma, unbalanced"], KINDS["T5Gemma 2"]
     for kind in KINDS:
         make(scratch / kind, kind)
         yield row(kind, scratch / kind)
-    for kind in ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced"):
+    for kind in ("T5 1.1, FLAN-T5", "umT5", "T5Gemma, unbalanced", "T5Gemma 2"):
         if kind not in KINDS:
             continue
         whole = scratch / kind
         folder = whole / "text_encoder"  # as in diffusers' pipelines
-        cls = getattr(transformers, CLASSES[KINDS[kind]["model_type"]] + "EncoderModel")
-        config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)
-        cls.from_pretrained(whole, config=config).save_pretrained(folder)
+        if kind == "T5Gemma 2":
+            seq2seq = transformers.AutoModelForSeq2SeqLM.from_pretrained(whole)
+            seq2seq.get_encoder().save_pretrained(folder)
+        else:
+            cls = getattr(transformers, CLASSES[KINDS[kind]["model_type"]] + "EncoderModel")
+            config = transformers.AutoConfig.from_pretrained(whole, is_encoder_decoder=False)
+            cls.from_pretrained(whole, config=config).save_pretrained(folder)
         (whole / "tokenizer").symlink_to(whole)
         yield row(f"encoder of {kind}", folder)
     if importlib.util.find_spec("peft"):

@@ -23,7 +23,7 @@ def convert(
     max_length: Length | None = None,
     imports: Imports = None,
 ) -> None:
-    """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2, MADLAD-400, T5Gemma.
+    """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2, MADLAD-400, T5Gemma (2).
 
     You can evaluate the new run with `eval`, use it with `generate`, and start
     a training from it with `train DIRECTORY`. No code from a checkpoint is

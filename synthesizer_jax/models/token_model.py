@@ -16,7 +16,7 @@ from synthesizer_jax.attention.masks import MaskLike
 from synthesizer_jax.attention.terms import cap_logits
 from synthesizer_jax.base.ids import T5_IDS, SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, replace
-from synthesizer_jax.base.typing import AUTO, AutoDtype, Length, Positive, PyTree
+from synthesizer_jax.base.typing import AUTO, AutoDtype, Length, Number, Positive, PyTree
 from synthesizer_jax.mixers.base import take_positions
 from synthesizer_jax.models.block import LayerCache
 from synthesizer_jax.models.stack import Stack, unstack_layers
@@ -52,6 +52,10 @@ class TokenModel(nn.Module, kw_only=True):
         float32. In an experiment, the dtype may be ``"auto"``. A model whose dtype is ``"auto"``
         cannot be applied; see `resolve_dtype`.
       ids: the ids of padding, of the end of a text and of the decoder's first input.
+      separate_input: an id whose input vector is a parameter of its own, which is not scaled, like
+        the vector for the end of an image in T5Gemma 2. The row of the embedding with this id is
+        used only by a tied output projection. None means that all input vectors are rows of the
+        embedding.
       embedding_init: initializer of the embedding.
       logits_init: initializer of the output projection, if it is not tied.
     """
@@ -64,6 +68,7 @@ class TokenModel(nn.Module, kw_only=True):
     logits_soft_cap: Positive | None = None
     dtype: AutoDtype = "float32"
     ids: SpecialIds = T5_IDS
+    separate_input: Number | None = None
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 
@@ -80,6 +85,9 @@ class TokenModel(nn.Module, kw_only=True):
         self.embedding = self.param(
             "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape
         )
+        if self.separate_input is not None:
+            init = with_axes(self.embedding_init, "embed")
+            self.separate_embedding = self.param("separate_embedding", init, shape[1:])
         if not self.tied:
             init = with_axes(self.logits_init, "embed", "vocab")
             self.logits_kernel = self.param("logits_kernel", init, shape[::-1])
@@ -91,7 +99,11 @@ class TokenModel(nn.Module, kw_only=True):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeds tokens ``[batch, length]`` as ``[batch, length, d_model]``, in `dtype`."""
-        return self.look_up(self.embedding, tokens, self.embedding_scale)
+        x = self.look_up(self.embedding, tokens, self.embedding_scale)
+        if self.separate_input is None:
+            return x
+        is_separate = (tokens == self.separate_input)[..., None]  # [batch, length, 1]
+        return jnp.where(is_separate, self.separate_embedding.astype(x.dtype), x)
 
     def look_up(self, table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
         """Looks up tokens ``[batch, length]`` in a table ``[vocab, d]``, and scales the result."""

@@ -30,6 +30,7 @@ from synthesizer_jax.models.language_model import LanguageModel
 from synthesizer_jax.models.layers import FeedForward, LearnedPositions, PositionEmbedding
 from synthesizer_jax.models.published import PUBLISHED
 from synthesizer_jax.models.stack import Run, Stack
+from synthesizer_jax.models.t5gemma2 import SIZES as T5GEMMA2
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.universal import UniversalStack
 from synthesizer_jax.primitives.initializers import FanIn, MeshGlorotUniform, Normal
@@ -371,6 +372,7 @@ ZOO: dict[str, Callable[[], TokenModel]] = {
     "lm_r_base": partial(language_model, "r", T5_1_1["base"]),
     "lm_rv_base": partial(language_model, "rv", T5_1_1["base"]),
     "prefix_lm_base": partial(language_model, "v", T5_1_1["base"], prefix=True),
+    **{f"t5gemma2_{name}": size.build for name, size in T5GEMMA2.items()},
     **PUBLISHED,
 }
 """All named models. Call an entry to get the configured model.

@@ -9,15 +9,21 @@ import jax
 
 from synthesizer_jax.base.registry import JSON, replace, to_json
 from synthesizer_jax.evaluation.config import RANK
-from synthesizer_jax.models import Encoder, EncoderDecoder, LoRA
+from synthesizer_jax.models import Encoder, EncoderDecoder, LoRA, unroll
 from synthesizer_jax.pretrained.card_facts import OURS, PEFT, Facts
 from synthesizer_jax.pretrained.huggingface.card import HUB
-from synthesizer_jax.pretrained.huggingface.config import T5GEMMA
-from synthesizer_jax.pretrained.huggingface.t5gemma import is_t5gemma
+from synthesizer_jax.pretrained.huggingface.config import T5GEMMA, T5GEMMA2
+from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.tasks import hub_names, task_registry
 from synthesizer_jax.version import __version__
 
-_KINDS = {"t5": "a T5", "mt5": "an mT5", "umt5": "a umT5", T5GEMMA: "a T5Gemma"}
+_KINDS = {
+    "t5": "a T5",
+    "mt5": "an mT5",
+    "umt5": "a umT5",
+    T5GEMMA: "a T5Gemma",
+    T5GEMMA2: "a T5Gemma 2",
+}
 """Maps each ``model_type`` of transformers to the name of the kind of model."""
 
 _EXAMPLE = "This is a text."
@@ -55,7 +61,7 @@ def _summary(facts: Facts) -> str:
 
     if facts.library == PEFT:
         assert adapters is not None
-        other = "a T5Gemma" if is_t5gemma(facts.experiment.model) else "a T5"
+        other = f"a {kind_of(unroll(facts.experiment.model)).family}"
         sentences = [
             f"These are {_kind_of_adapters(adapters)} for {base or other}.",
             f"They were trained for {steps}.",

@@ -60,7 +60,8 @@ def load(
 
     Args:
       path: the model. The path may be a run directory, ``RUN/checkpoints/STEP``, or a folder of
-        Hugging Face transformers with a T5 or with the encoder of a T5. The folder must contain a
+        Hugging Face transformers with a T5 or with the encoder of a T5. Of a T5Gemma 2, only the
+        tensors that texts need are read, and not its vision tower. The folder must contain a
         tokenizer. In a pipeline of diffusers, the tokenizer is in a folder beside the model
         instead.
         If ``huggingface_hub`` is installed, `path` can also be the name ``OWNER/NAME`` of a model

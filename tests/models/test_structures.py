@@ -28,6 +28,7 @@ SMALL |= {
     "num_heads": 2,
     "projected_length": 4,
     "repeats": 1,
+    "separate_input": 5,
     "vocab_size": VOCAB,
 }
 STRUCTURES = (
@@ -37,10 +38,10 @@ STRUCTURES = (
     *("t5_1_1_th_base", "lightweight_convolution_base", "dynamic_convolution_base"),
     *("universal_transformer_base", "lm_rv_base", "prefix_lm_base"),
     *("hard_coded_base", "hard_coded_hc_sa", "hard_coded_hc_all", "hard_coded_sh_x"),
-    *("bert_large", "linformer_base", "alr_s", "alsr_s", "alrr_s", "elr_s"),
+    *("t5gemma2_270m", "bert_large", "linformer_base", "alr_s", "alsr_s", "alrr_s", "elr_s"),
 )
 PACKED = (
-    *("synthesizer_rv_small", "mesh_learned_dense_plus_base"),
+    *("synthesizer_rv_small", "t5gemma2_270m", "mesh_learned_dense_plus_base"),
     *("lightweight_convolution_base", "universal_transformer_base"),
 )
 
@@ -176,5 +177,10 @@ def test_published_numbers_of_parameters(name):
 def test_numbers_of_parameters_of_published_checkpoints():
     assert parameters("t5_1_1_base") == 247_577_856
     assert parameters("t5_base") == parameters("mesh_vanilla_base") == 222_903_552
+    # The numbers of T5Gemma 2 do not include the vision tower. The technical report rounds them to
+    # 370 M, 1.7 B and 7 B (Zhang et al. 2025).
+    assert parameters("t5gemma2_270m") == 368_424_832
+    assert parameters("t5gemma2_1b") == 1_697_783_168
+    assert parameters("t5gemma2_4b") == 7_089_112_576
     biases, vectors = 2 * 32 * 8, 512 * 768  # a bias for each stack, and a shared position table
     assert parameters("mesh_learned_dense_base") - parameters("mesh_dense_base") == vectors - biases

@@ -80,11 +80,6 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
         ),
         (
             CONFIG,
-            {"model_type": "t5gemma2", "d_model": None},
-            "is 't5gemma2', which is T5Gemma 2.*Give the",
-        ),
-        (
-            CONFIG,
             {"model_type": "x", "d_model": None},
             "model_type in .* is 'x', which is another.*Give the folder of a",
         ),

@@ -29,18 +29,22 @@ The files ``config.json`` and ``generation_config.json`` contain these ids.
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 """Settings that force transformers' decoder to emit a token, which models here cannot do."""
 
-TAKEN = "T5, FLAN-T5, ByT5, UL2, MADLAD, mT5, umT5 or T5Gemma"
+TAKEN = "T5, FLAN-T5, ByT5, UL2, MADLAD, mT5, umT5, T5Gemma or T5Gemma 2"
 """The names of the models that can be read. Error messages list them."""
 T5GEMMA = "t5gemma"
 """The ``model_type`` of T5Gemma."""
+T5GEMMA2 = "t5gemma2"
+"""The ``model_type`` of T5Gemma 2."""
+T5GEMMA2_ENCODER = "t5gemma2_encoder"
+"""The ``model_type`` of the encoder of T5Gemma 2, if a folder contains only the encoder."""
 
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 """Maps each ``model_type`` of a T5 to the first part of its class names in transformers."""
 
 _OTHERS = {
-    "T5Gemma 2, whose decoder attends to itself and to the encoder at once": ("t5gemma2",),
     "LongT5, whose encoder attends locally or to summaries of blocks": ("longt5",),
     "Switch Transformers, a mixture of experts": ("switch_transformers",),
+    "a vision tower, which reads images": ("siglip_vision_model", "siglip2_vision_model"),
     "an encoder of another architecture": (
         "bert",
         "roberta",
@@ -138,7 +142,7 @@ def read_config(
 
 
 def read_model_type(folder: pathlib.Path) -> str:
-    """Returns the ``model_type`` in the configuration of a folder that contains a T5 or a T5Gemma.
+    """Returns the ``model_type`` in the configuration of a folder with a T5, T5Gemma or T5Gemma 2.
 
     Raises:
       FileNotFoundError: if the folder has no configuration.
@@ -161,7 +165,7 @@ def read_model_type(folder: pathlib.Path) -> str:
             )
         raise FileNotFoundError(f"{folder} contains no {CONFIG}. {remedy}")
     found = read_json(path).get("model_type", "t5")
-    if found not in (*CLASSES, T5GEMMA):
+    if found not in (*CLASSES, T5GEMMA, T5GEMMA2, T5GEMMA2_ENCODER):
         what = "another architecture"
         for description, names in _OTHERS.items():
             if found in names:

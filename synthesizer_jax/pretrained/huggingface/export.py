@@ -21,7 +21,7 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
-from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface import t5gemma, t5gemma2
 from synthesizer_jax.pretrained.huggingface.config import (
     CONFIG,
     GENERATION_CONFIG,
@@ -29,7 +29,6 @@ from synthesizer_jax.pretrained.huggingface.config import (
     write_ids,
 )
 from synthesizer_jax.pretrained.huggingface.names import torch_name
-from synthesizer_jax.pretrained.huggingface.t5gemma import T5Gemma, is_t5gemma
 from synthesizer_jax.pretrained.huggingface.tokenizer import (
     GEMMA,
     SENTENCEPIECE,
@@ -46,11 +45,13 @@ class Kind(NamedTuple):
     """Describes how transformers stores a model.
 
     Attributes:
+      family: the name of the family of models to which the model belongs.
       config: a function that takes the name of the tensors' dtype, and returns the fields of
         ``config.json``.
       name_of: a function that returns the name and layout that a parameter has in transformers.
     """
 
+    family: str
     config: Callable[[str], dict[str, Any]]
     name_of: NameOf
 
@@ -62,12 +63,14 @@ def kind_of(model: TokenModel) -> Kind:
       ValueError: if transformers does not support the model. The message names the part of the
         model that is not supported.
     """
-    if is_t5gemma(model):
-        name_of = t5gemma.torch_name_in_encoder
-        if isinstance(model, EncoderDecoder):
-            name_of = t5gemma.torch_name
-        return Kind(T5Gemma.of(model).write, name_of)
-    return Kind(functools.partial(write_config, Architecture.of(model)), torch_name)
+    is_whole = isinstance(model, EncoderDecoder)
+    if t5gemma2.is_t5gemma2(model):
+        name_of = t5gemma2.torch_name if is_whole else t5gemma2.torch_name_in_encoder
+        return Kind("T5Gemma 2", t5gemma2.T5Gemma2.of(model).write, name_of)
+    if t5gemma.has_output_norm(model):
+        name_of = t5gemma.torch_name if is_whole else t5gemma.torch_name_in_encoder
+        return Kind("T5Gemma", t5gemma.T5Gemma.of(model).write, name_of)
+    return Kind("T5", functools.partial(write_config, Architecture.of(model)), torch_name)
 
 
 def write_folder(
@@ -81,7 +84,8 @@ def write_folder(
 ) -> None:
     """Writes a model to an empty directory as a folder of transformers.
 
-    Versions 4 and 5 of transformers build the same model from the folder.
+    Versions 4 and 5 of transformers build the same model from the folder. T5Gemma 2 needs version
+    5, which adds a small vision tower with random parameters, because the folder has none.
 
     Args:
       folder: the empty directory.
@@ -100,7 +104,7 @@ def write_folder(
     if dtype not in DTYPES:
         raise ValueError(f"The dtype is {dtype!r}, but it must be {' or '.join(DTYPES)}.")
     params = variables["params"]
-    if not is_t5gemma(model):
+    if not t5gemma.has_output_norm(model):
         model, params = with_output_of_t5(model, params)
     kind = kind_of(model)
 

@@ -15,10 +15,12 @@ import numpy as np
 
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface import t5gemma, t5gemma2
 from synthesizer_jax.pretrained.huggingface.config import (
     CONFIG,
     T5GEMMA,
+    T5GEMMA2,
+    T5GEMMA2_ENCODER,
     read_config,
     read_model_type,
 )
@@ -60,8 +62,11 @@ def open_folder(
     open_files = functools.partial(open_weights, folder, variant=variant)
     # Read the configuration before the weights, because an error message about the configuration
     # explains best why a folder is not supported.
-    if read_model_type(folder) == T5GEMMA:
+    family = read_model_type(folder)
+    if family == T5GEMMA:
         return _open_t5gemma(folder, open_files, compare=compare, encoder_only=encoder_only)
+    if family in (T5GEMMA2, T5GEMMA2_ENCODER):
+        return _open_t5gemma2(folder, open_files, compare=compare, encoder_only=encoder_only)
     read_config(folder, output=None, encoder_only=encoder_only)
     tensors = open_files(is_in_encoder) if encoder_only else open_files()
 
@@ -103,8 +108,11 @@ def model_of(folder: pathlib.Path) -> TokenModel:
       FileNotFoundError: if the folder has no configuration.
       ValueError: if the architecture is not supported.
     """
-    if read_model_type(folder) == T5GEMMA:
-        return t5gemma.T5Gemma.read(folder, encoder_only=False).build()
+    family = read_model_type(folder)
+    if family == T5GEMMA:
+        return t5gemma.T5Gemma.read(folder).build()
+    if family in (T5GEMMA2, T5GEMMA2_ENCODER):
+        return t5gemma2.T5Gemma2.read(folder).build()
     return read_config(folder, output=None).build()
 
 
@@ -134,6 +142,48 @@ def _open_t5gemma(
         if not _are_equal(tensors, t5gemma.OUTPUT, embedding):
             raise _unequal_projection(folder, t5gemma.OUTPUT, embedding)
     params = match_tensors(tensors, parameters, source=folder, ignored=ignored)
+    return Pretrained(model, params, None)
+
+
+def _open_t5gemma2(
+    folder: pathlib.Path, open_files: Callable[..., Tensors], *, compare: bool, encoder_only: bool
+) -> Pretrained:
+    """Opens a T5Gemma 2 for texts; see `open_folder`.
+
+    The tensors of the vision tower are not read.
+    """
+    config = t5gemma2.T5Gemma2.read(folder, encoder_only=encoder_only)
+    model = config.build()
+    has_decoder = config.decoder is not None
+
+    def is_wanted(name: str) -> bool:
+        """Returns whether a tensor may be a parameter of the model."""
+        if t5gemma2.is_of_images(name):
+            return False
+        return has_decoder or not t5gemma2.is_of_decoder(name)
+
+    opened = open_files(is_wanted)
+    tensors: Tensors = {t5gemma2.saved_name(name): x for name, x in opened.items()}
+    if not tensors:
+        raise ValueError(
+            f"{folder} contains only the weights of a vision tower, which reads images, but this "
+            "package reads the text model of a T5Gemma 2. Give the folder of the whole model."
+        )
+    if not has_decoder:
+        # The names of tensors have a prefix in a folder with a whole model, and no prefix in a
+        # folder with only an encoder.
+        tensors = {name.removeprefix(t5gemma2.PREFIX): x for name, x in tensors.items()}
+        parameters = correspondences(model, t5gemma2.torch_name_in_encoder)
+        return Pretrained(model, match_tensors(tensors, parameters, source=folder), None)
+
+    for copy, original in t5gemma2.COPIES.items():
+        if compare and copy in tensors and not _are_equal(tensors, copy, original):
+            raise ValueError(
+                f"{copy} is not equal to {original}, but a T5Gemma 2 has only one embedding. Copy "
+                f"or download {folder} again."
+            )
+    parameters = correspondences(model, t5gemma2.torch_name)
+    params = match_tensors(tensors, parameters, source=folder, ignored=t5gemma2.COPIES)
     return Pretrained(model, params, None)
 
 

@@ -1,4 +1,4 @@
-"""Reads folders of PEFT that hold LoRA adapters of a T5 or T5Gemma.
+"""Reads folders of PEFT that hold LoRA adapters of a T5, T5Gemma or T5Gemma 2.
 
 A folder of PEFT contains ``adapter_config.json`` and ``adapter_model.safetensors``. The tensors are
 low-rank updates of matrices and embeddings, magnitudes (DoRA), the rows of trained tokens, and
@@ -22,7 +22,7 @@ from synthesizer_jax.checkpoints.streamed import Part, Unread
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface import t5gemma, t5gemma2
 from synthesizer_jax.pretrained.huggingface.config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
 from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.hub import find_folder
@@ -146,15 +146,30 @@ def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
         }
 
 
-def _of_encoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of the encoder, by their names in a model without a decoder."""
+def _tensors_of(model: TokenModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors that belong to a model, by their names in the model.
+
+    If the model is an encoder, the tensors of a decoder do not belong to it. The tensors of the
+    vision tower of a T5Gemma 2 do not belong to any model.
+    """
+    found = dict(tensors)
+    if t5gemma2.is_t5gemma2(model):
+        found = {name: x for name, x in found.items() if not t5gemma2.is_of_images(name)}
+    if not isinstance(model, Encoder):
+        return found
     others = ("decoder", OUTPUT.partition(".")[0])
-    of_encoder = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix(t5gemma.PREFIX)
-        if short.partition(".")[0] not in others:
-            of_encoder[short] = tensor
-    return of_encoder
+    return {
+        name.removeprefix(_prefix_in_whole(model)): tensor
+        for name, tensor in found.items()
+        if name.removeprefix(t5gemma.PREFIX).partition(".")[0] not in others
+    }
+
+
+def _prefix_in_whole(encoder: Encoder) -> str:
+    """Returns the prefix that the names of an encoder's modules have only in a whole model."""
+    if t5gemma2.is_t5gemma2(encoder):
+        return t5gemma2.PREFIX
+    return t5gemma.PREFIX if t5gemma.has_output_norm(encoder) else ""
 
 
 def modules_of(c: Correspondence, model: TokenModel) -> list[str]:
@@ -165,12 +180,16 @@ def modules_of(c: Correspondence, model: TokenModel) -> list[str]:
     modules, each module has its own copy of the tensor.
     """
     module = c.name.removesuffix(WEIGHT)
+    if t5gemma2.is_t5gemma2(model):
+        module = t5gemma2.module_name(module)
     if c.path != ("embedding",):
         return [module]
 
     has_decoder = isinstance(model, EncoderDecoder)
-    if t5gemma.is_t5gemma(model):
+    if t5gemma.has_output_norm(model):
         modules, output = [module], t5gemma.OUTPUT
+        if has_decoder and t5gemma2.is_t5gemma2(model):
+            modules.append(t5gemma2.DECODER_EMBEDDING)
     else:
         modules, output = list(_EMBEDDINGS_OF_STACKS), OUTPUT
         if not has_decoder:
@@ -192,7 +211,7 @@ def all_modules(model: TokenModel) -> list[str]:
         for c in correspondences(model, kind_of(model).name_of)
         for module in modules_of(c, model)
     ]
-    if not t5gemma.is_t5gemma(model):
+    if not t5gemma.has_output_norm(model):
         modules.append(SHARED)
     return modules
 
@@ -364,7 +383,7 @@ class _Adapters:
         self._config = config
         self._base = model
         self._known: set[str] = set()
-        self._tensors = _of_encoder(saved) if isinstance(model, Encoder) else dict(saved)
+        self._tensors = _tensors_of(model, saved)
         self._share_embedding()
 
     def parameters(self) -> list[tuple[_Site, Change]]:
@@ -528,8 +547,9 @@ class _Adapters:
 
     def _full_name(self, module: str) -> str:
         """Returns the name that a module has in a whole model."""
-        is_short = t5gemma.is_t5gemma(self._base) and isinstance(self._base, Encoder)
-        return t5gemma.PREFIX + module if is_short else module
+        if isinstance(self._base, Encoder):
+            return _prefix_in_whole(self._base) + module
+        return module
 
     def _check_targets(self, modules: Sequence[str], updated: set[str]) -> None:
         """Adds a problem if the updates are not of the modules that the configuration selects."""
@@ -537,7 +557,7 @@ class _Adapters:
         if config.targets is None:
             return
         full_names = {self._full_name(module): module for module in modules}
-        if not t5gemma.is_t5gemma(self._base):
+        if not t5gemma.has_output_norm(self._base):
             full_names[SHARED] = SHARED
         outputs = [name for name in full_names if name in _OUTPUTS or is_embedding(name)]
         selected = {full_names[name] for name in config.select(full_names, outputs=outputs)}

@@ -22,7 +22,7 @@ from synthesizer_jax.models.updates import (
     LowRankUpdate,
     TokenEntries,
 )
-from synthesizer_jax.pretrained.huggingface import t5gemma
+from synthesizer_jax.pretrained.huggingface import t5gemma, t5gemma2
 from synthesizer_jax.pretrained.huggingface.config import ADAPTER_CONFIG, ADAPTER_TENSORS
 from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.peft import (
@@ -180,7 +180,11 @@ class _Writer:
         entries = self._arrays["params", *c.path, ENTRIES] * self._scale_of(c)
         rows = c.layout.from_ours(entries)
         ids = list(update.tokens)
-        if c.path == ("embedding",) and self._model.tied and not t5gemma.is_t5gemma(self._model):
+        if (
+            c.path == ("embedding",)
+            and self._model.tied
+            and not t5gemma.has_output_norm(self._model)
+        ):
             # PEFT ties all other modules of a T5 to the shared embedding.
             self._tokens[SHARED] = ids
             self.tensors[rows_name(SHARED)] = rows
@@ -193,7 +197,7 @@ class _Writer:
                 # embedding, because it takes them for tied. Therefore, write another order.
                 module_ids = ids[::-1] if len(ids) > 1 else ids * 2
                 module_rows = rows[::-1] if len(ids) > 1 else np.repeat(rows, 2, axis=0)
-            elif not t5gemma.is_t5gemma(self._model):
+            elif not t5gemma.has_output_norm(self._model):
                 # PEFT ignores the whole names of the embeddings of a T5 for the same reason.
                 name = module.rpartition(".")[2]
             self._tokens[name] = module_ids
@@ -212,6 +216,9 @@ class _Writer:
                 "the model with --to huggingface."
             )
         modules = all_modules(self._model)
+        if t5gemma2.is_t5gemma2(self._model):
+            # The vision tower has modules with the same ends of names, which get no updates.
+            modules += t5gemma2.VISION_MODULES
         return {
             "r": lora.rank,
             "lora_alpha": lora.alpha,

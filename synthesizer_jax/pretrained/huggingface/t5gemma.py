@@ -44,7 +44,7 @@ OUTPUT = "lm_head.out_proj.weight"
 _EMBEDDING = "embed_tokens.weight"
 """The last part of the names of embeddings."""
 
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
 """Maps transformers' names of activations to the names in this package."""
 
 _LOCAL = "sliding_attention"
@@ -71,7 +71,7 @@ class _Stack:
     num_attention_heads: Length = 8
     num_key_value_heads: Length = 4
     head_dim: Length = 256
-    hidden_activation: Annotated[str, Choices(tuple(_ACTIVATIONS))] = "gelu_pytorch_tanh"
+    hidden_activation: Annotated[str, Choices(tuple(ACTIVATIONS))] = "gelu_pytorch_tanh"
     rms_norm_eps: Positive = 1e-6
     query_pre_attn_scalar: Length = 256
     sliding_window: Length | None = 4096
@@ -131,7 +131,7 @@ class _Stack:
             # a window of the same size in this package.
             window += 1
 
-        activations = (_ACTIVATIONS[self.hidden_activation], "linear")
+        activations = (ACTIVATIONS[self.hidden_activation], "linear")
         norm = RMSNorm(epsilon=self.rms_norm_eps, offset=1.0)
         block = Block(
             global_mixer,
@@ -169,7 +169,7 @@ class _Stack:
             # encoder.
             window -= 1
 
-        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+        activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
         scaling = dot.rotary_scaling
         factor = scaling.factor if isinstance(scaling, LinearScaling) else None
         return cls(
@@ -361,19 +361,21 @@ parameters of a layer belong to the feed-forward layer.
 _LEAVES = {
     "query": "q_proj",
     "key": "k_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
     "value": "v_proj",
     "out": "o_proj",
     "wi_0": "gate_proj",
     "wi_1": "up_proj",
     "wo": "down_proj",
 }
-"""Maps the names of kernels in this package to the names of kernels in transformers."""
+"""Maps the names of kernels, and of norms of queries and keys, to their names in transformers."""
 
 
-def is_t5gemma(model: nn.Module) -> bool:
+def has_output_norm(model: nn.Module) -> bool:
     """Returns whether the encoder's blocks normalize the outputs of their layers, as in a T5Gemma.
 
-    `T5Gemma.of` checks the other parts of the model.
+    `T5Gemma.of` and `T5Gemma2.of` check the other parts of the model.
     """
     stack = getattr(model, "encoder", None)
     return isinstance(stack, Stack) and stack.runs[0].block.output_norm
@@ -400,11 +402,12 @@ def torch_name_in_encoder(path: tuple[str, ...]) -> tuple[str, Layout]:
     if part == "final_norm":
         return f"{stack}.norm.weight", SAME
     layer = f"{stack}.layers.{part.removeprefix('layers_')}"
-    if rest[-1] == "scale":
+    if rest[0].endswith("_layer_norm"):
         # An example of a norm's name in this package is ``pre_self_attention_layer_norm``.
         position, _, sublayer = rest[0].removesuffix("_layer_norm").partition("_")
         name = _SUBLAYERS.get(sublayer, "feedforward")
         return f"{layer}.{position}_{name}_layernorm.weight", SAME
     leaf = rest[-2]
     name = f"{layer}.{_SUBLAYERS.get(rest[0], 'mlp')}.{_LEAVES[leaf]}.weight"
-    return name, HEADS_OF_OUTPUTS if leaf == "out" else TRANSPOSED
+    layouts = {"out": HEADS_OF_OUTPUTS, "query_norm": SAME, "key_norm": SAME}
+    return name, layouts.get(leaf, TRANSPOSED)
