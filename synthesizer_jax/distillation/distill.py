@@ -341,13 +341,18 @@ class DistillationTrainer(Trainer):
         """Returns the variables with which the student starts.
 
         The student starts with copies of the teacher's arrays. If the teacher has no array with the
-        same path and shape, the student's array is newly initialized.
+        same path and shape, the student's array is newly initialized. In merged attention, the
+        memory's alignment starts as the alignment that the memory shared in the teacher.
         """
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
+        shared = jax.tree_util.DictKey("align")
+        separate = jax.tree_util.DictKey("cross_align")
 
         def inherited(path: KeyPath, fresh: jax.Array) -> jax.Array:
             """Returns a copy of the teacher's array if its shape fits, or else the new array."""
             array = of_teacher.get(path)
+            if array is None:
+                array = of_teacher.get(tuple(shared if key == separate else key for key in path))
             if array is None or array.shape != fresh.shape:
                 return fresh
             # The arrays are copied because every step donates the buffers of the student's state,

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import flax.linen as nn
 
-from synthesizer_jax.alignments import Alignment
+from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.base.registry import check_types, fields_of, register, replace
 from synthesizer_jax.base.typing import Number
-from synthesizer_jax.mixers import Attention
+from synthesizer_jax.mixers import Attention, MergedAttention, Mixer
 from synthesizer_jax.models import (
     Block,
     EncoderDecoder,
@@ -47,7 +47,7 @@ class Replacement:
 
     Attributes:
       by: the new mixer. If `by` is an alignment, the existing attention is kept but uses this
-        alignment.
+        alignment. In merged attention, the alignment is that of the decoder's own tokens.
       place: the mixer to replace. ``"encoder"`` and ``"decoder"`` stand for the self-attention of
         these stacks, and ``"cross"`` stands for the decoder's cross-attention.
       scope: the part of a layer that is replaced. ``"mixer"`` replaces only the mixer (ALR, ALSR,
@@ -153,13 +153,30 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
                 f"{replacement.place!r} is a {type(old).__name__} instead of an Attention. Use a "
                 "mixer as the replacement."
             )
-        new = replace(old, alignment=new)
+        new = _with_alignment(old, new)
     changes: dict[str, object] = {field: new}
     if replacement.scope != "mixer":
         changes["self_residual"] = False
     if replacement.scope == "layer":
         changes["feed_forward"] = None
     return replace(block, **changes)
+
+
+def _with_alignment(attention: Attention, alignment: Alignment) -> Attention:
+    """Returns attention with another alignment.
+
+    In merged attention, the logits of the memory may share the projections of the old alignment. If
+    the new alignment has no projections to share, the memory keeps the old alignment.
+    """
+    fields: dict[str, object] = {"alignment": alignment}
+    if is_sharing(attention) and not isinstance(alignment, DotProduct):
+        fields["cross_alignment"] = attention.alignment
+    return replace(attention, **fields)
+
+
+def is_sharing(mixer: Mixer) -> bool:
+    """Returns whether a mixer's own tokens and the memory share the projections of an alignment."""
+    return isinstance(mixer, MergedAttention) and mixer.cross_alignment is None
 
 
 class TapPair(NamedTuple):

@@ -16,6 +16,7 @@ from synthesizer_jax.distillation.replacement import (
     Replacement,
     blocks_of,
     check_layers_differ,
+    is_sharing,
     self_attention,
     student_model,
 )
@@ -102,7 +103,10 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
                 layer[mixer].get("align", {}),
                 initial_parameters(attention, student.width(stack), seed=i),
             )
-            params[stack][f"layers_{i}"] = {**layer, mixer: {**layer[mixer], "align": align}}
+            changed = {**layer[mixer], "align": align}
+            if is_sharing(old.self_mixer) and not is_sharing(new.self_mixer):
+                changed["cross_align"] = layer[mixer]["align"]
+            params[stack][f"layers_{i}"] = {**layer, mixer: changed}
     return params
 
 

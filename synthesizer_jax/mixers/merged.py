@@ -95,7 +95,8 @@ class MergedAttention(Attention):
     Attributes:
       alignment: the alignment of the decoder's tokens.
       cross_alignment: a dot product with the encoder's outputs, which has its own projections of
-        queries and keys. None means that both kinds of tokens share the projections of `alignment`.
+        queries and keys. With rotary positions, only the queries are rotated. None means that both
+        kinds of tokens share the projections of `alignment`.
       sinks: whether every head learns the logit of one more key in the shared softmax.
     """
 
@@ -234,11 +235,13 @@ class MergedAttention(Attention):
         align = self._bound_alignment()
         terms = self._terms(x, x, values[0], contexts[0], align)
         keys = values[1] if self.shared_key_value else memory
+        query_terms = terms
         if self.cross_alignment is not None:
-            cross_align = self.cross_alignment.copy(name="cross_align", parent=self)
-            return terms, cross_align(x, keys, contexts[1])
+            align = self.cross_alignment.copy(name="cross_align", parent=self)
+            # These terms are computed only for their queries, so there are no keys.
+            query_terms = align(x, memory[:, :0], _without_keys(contexts[0]))
 
-        (term,) = terms
+        (term,) = query_terms
         assert isinstance(term, LowRank) and isinstance(align, DotProduct)
         memory_keys = align.keys_without_positions(keys, contexts[1])
         return terms, (low_rank(term.queries, memory_keys, token_keys=True),)
@@ -280,6 +283,14 @@ class MergedAttention(Attention):
         )
         share = jnp.exp(log_share).swapaxes(1, 2)[..., None]  # [b, h, q, 1]
         self.sow("intermediates", name, weights * share)
+
+
+def _without_keys(context: AttentionContext) -> AttentionContext:
+    """Returns the context for the same queries and no keys."""
+    positions = context.packed_positions
+    if positions is not None:
+        positions = (positions[0], positions[1][:, :0])
+    return dataclasses.replace(context, packed_positions=positions)
 
 
 def _with_queries_of(memory_mask: Mask, mask: Mask) -> Mask:

@@ -11,10 +11,15 @@ import pytest
 
 from synthesizer_jax import (
     Attention,
+    Block,
+    DotProduct,
+    FeedForward,
     Gaussian,
+    MergedAttention,
     PerHead,
     Random,
     RelativeBias,
+    Run,
     SentenceFeedForward,
     TokenFeedForward,
     UniversalStack,
@@ -272,6 +277,27 @@ def test_what_can_be_fitted_and_why_the_rest_cannot(teacher):
             f"decoder/layers_{i}/encoder_decoder_attention" for i in (0, 1)
         ],
     }
+
+
+def test_merged_attention_keeps_its_logits_of_the_memory(teacher):
+    """If the tokens of a decoder lose their dot product, the encoder's outputs keep it."""
+    dot = DotProduct(rotary_base=50.0)
+    decoder = MODEL.decoder.copy(
+        runs=(Run(Block(MergedAttention(2, 4, alignment=dot), FeedForward(12)), 2),)
+    )
+    taught = replace(teacher[0], model=MODEL.copy(decoder=decoder))
+    scanned = Trainer(taught, jax.devices()[:1]).init().variables
+    variables = unroll_variables(taught.model, scanned)
+    table = Random(max_length=8)
+    recipe = (Replacement(table, place="decoder", layers=(1,)),)
+    trainer = make_trainer(taught, variables, recipe, fit_batches=1)
+    (mixer,) = trainer.fitted_layers()[0].values()
+    assert mixer == MergedAttention(2, 4, alignment=table, cross_alignment=dot)
+    params, old = (
+        x["params"]["decoder"]["layers_1"]["self_attention"]
+        for x in (trainer.inherited_variables(), variables)
+    )
+    jax.tree.map(np.testing.assert_array_equal, params["cross_align"], old["align"])
 
 
 def test_a_universal_stack_is_refused(teacher):
