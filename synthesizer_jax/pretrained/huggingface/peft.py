@@ -7,18 +7,14 @@ complete parameters of the modules that ``modules_to_save`` names.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-import numpy as np
 from flax import traverse_util
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import format_value, replace
-from synthesizer_jax.checkpoints.streamed import Part, Unread
+from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import Pretrained
@@ -26,8 +22,22 @@ from synthesizer_jax.pretrained.huggingface import t5gemma, t5gemma2
 from synthesizer_jax.pretrained.huggingface.config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_json
 from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.hub import find_folder
-from synthesizer_jax.pretrained.huggingface.names import EMBEDDINGS, OUTPUT, TRANSPOSED
+from synthesizer_jax.pretrained.huggingface.names import OUTPUT, TRANSPOSED
+from synthesizer_jax.pretrained.huggingface.peft_change import Change, Site, transposed
 from synthesizer_jax.pretrained.huggingface.peft_config import PeftConfig
+from synthesizer_jax.pretrained.huggingface.peft_modules import (
+    BASE_LAYER,
+    EMBEDDINGS_OF_STACKS,
+    OUTPUTS,
+    PREFIX,
+    SHARED,
+    WEIGHT,
+    is_embedding,
+    magnitude_name,
+    modules_of,
+    rows_name,
+    update_names,
+)
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
 from synthesizer_jax.pretrained.tensors import (
     FLOATS,
@@ -35,21 +45,8 @@ from synthesizer_jax.pretrained.tensors import (
     Correspondence,
     Tensor,
     correspondences,
-    read_parameter,
     reading,
 )
-
-PREFIX = "base_model.model."
-"""The prefix of every tensor's name in a folder of PEFT."""
-
-WEIGHT, _BASE_LAYER = ".weight", ".base_layer.weight"
-"""The suffixes of the names of tensors without an update and with an update by PEFT."""
-
-SHARED, *_EMBEDDINGS_OF_STACKS = (name.removesuffix(WEIGHT) for name in EMBEDDINGS)
-"""The modules of a T5 that hold the embedding: the shared module, and a module in each stack."""
-
-_OUTPUTS = tuple(name.removesuffix(WEIGHT) for name in (OUTPUT, t5gemma.OUTPUT))
-"""The modules that hold the output projection."""
 
 _TORCH_TENSORS = "adapter_model.bin"
 """The file name of older adapters. The file is a pickle, so it is not read."""
@@ -172,195 +169,6 @@ def _prefix_in_whole(encoder: Encoder) -> str:
     return t5gemma.PREFIX if t5gemma.has_output_norm(encoder) else ""
 
 
-def modules_of(c: Correspondence, model: TokenModel) -> list[str]:
-    """Returns the names of the modules of transformers that hold a parameter of this package.
-
-    In transformers, several modules of a T5 hold the embedding, including a tied output projection.
-    All modules that hold the embedding initially share one tensor. If PEFT wraps one of the
-    modules, each module has its own copy of the tensor.
-    """
-    module = c.name.removesuffix(WEIGHT)
-    if t5gemma2.is_t5gemma2(model):
-        module = t5gemma2.module_name(module)
-    if c.path != ("embedding",):
-        return [module]
-
-    has_decoder = isinstance(model, EncoderDecoder)
-    if t5gemma.has_output_norm(model):
-        modules, output = [module], t5gemma.OUTPUT
-        if has_decoder and t5gemma2.is_t5gemma2(model):
-            modules.append(t5gemma2.DECODER_EMBEDDING)
-    else:
-        modules, output = list(_EMBEDDINGS_OF_STACKS), OUTPUT
-        if not has_decoder:
-            modules = [name for name in modules if "decoder" not in name]
-    if has_decoder and model.tied:
-        modules.append(output.removesuffix(WEIGHT))
-    return modules
-
-
-def is_embedding(module: str) -> bool:
-    """Returns whether a module of transformers looks up rows of its tensor."""
-    return module.rpartition(".")[2] in ("shared", "embed_tokens", "relative_attention_bias")
-
-
-def all_modules(model: TokenModel) -> list[str]:
-    """Returns the names of all modules of transformers that hold a parameter of a model."""
-    modules = [
-        module
-        for c in correspondences(model, kind_of(model).name_of)
-        for module in modules_of(c, model)
-    ]
-    if not t5gemma.has_output_norm(model):
-        modules.append(SHARED)
-    return modules
-
-
-class Change(NamedTuple):
-    """How PEFT changes the tensor W ``[rows, columns]`` of one module of transformers.
-
-    The attributes are in the order in which they apply.
-
-    Attributes:
-      whole: a tensor that replaces W, or None.
-      factors: the factors L ``[rows, rank]`` and R ``[rank, columns]`` of an update
-        ``W + scale · L · R``, or None.
-      scale: the scale of the update.
-      magnitude: the new norms of the rows or columns of the updated tensor, or None.
-      norm_axis: the axis over which the norms are taken.
-      tokens: the ids of tokens whose rows are replaced.
-      rows: the new rows of the tokens, or None.
-    """
-
-    whole: Tensor | None = None
-    factors: tuple[Tensor, Tensor] | None = None
-    scale: float = 1.0
-    magnitude: Tensor | None = None
-    norm_axis: int = 1
-    tokens: tuple[int, ...] = ()
-    rows: Tensor | None = None
-
-    def is_same(self, other: Change) -> bool:
-        """Returns whether two changes have the same effect."""
-        tensors = [(self.whole, other.whole), (self.magnitude, other.magnitude)]
-        tensors += zip(self.factors or (None, None), other.factors or (None, None), strict=True)
-        numbers = [
-            (x.scale, x.norm_axis if x.magnitude is not None else None) for x in (self, other)
-        ]
-        return (
-            numbers[0] == numbers[1]
-            and all(_are_same(x, y) for x, y in tensors)
-            and _rows_by_token(self) == _rows_by_token(other)
-        )
-
-    def read_with(self, params: Mapping[tuple[str, ...], Unread], site: _Site) -> Unread:
-        """Returns the changed parameter, which is not read yet.
-
-        Args:
-          params: the parameters of the base model.
-          site: the place of the parameter.
-        """
-        base = params[site.base]
-        if site.is_transposed:
-            read = base.stored
-            base = Unread(site.shape, lambda part: read(part[::-1]).T, base.dtype)
-        if self.whole is not None:
-            base = Unread(
-                site.shape, functools.partial(read_parameter, self.whole, site.correspondence)
-            )
-        return Unread(site.shape, functools.partial(self._read, base, site))
-
-    def _read(self, base: Unread, site: _Site, part: Part) -> np.ndarray:
-        """Reads a part of the changed parameter.
-
-        Args:
-          base: the parameter without the change.
-          site: the place of the parameter.
-          part: the part to read.
-        """
-        layout = site.correspondence.layout
-        if self.magnitude is not None:
-            # The norms need the whole tensor.
-            matrix = self._updated(layout.from_ours(base.read("float32")))
-            return np.ascontiguousarray(layout.to_ours(matrix, site.shape)[part])
-
-        x = base.read("float32", part)
-        if self.factors is not None:
-            left, right = (_read_floats(tensor) for tensor in self.factors)
-            x = x + layout.to_ours(self.scale * (left @ right), site.shape)[part]
-        if self.rows is not None:
-            # The rows of the tensor are the columns of an output projection of this package.
-            axis = 1 if layout.transposed else 0
-            start, stop = (part[axis] if part else slice(None)).indices(site.shape[axis])[:2]
-            x = np.moveaxis(x.copy(), axis, 0)
-            columns = part[1 - axis] if part else slice(None)
-            for token, row in zip(self.tokens, _read_floats(self.rows), strict=True):
-                if start <= token < stop:
-                    x[token - start] = row[columns]
-            x = np.ascontiguousarray(np.moveaxis(x, 0, axis))
-        return x
-
-    def _updated(self, matrix: np.ndarray) -> np.ndarray:
-        """Returns the tensor with its low-rank update and its magnitudes (DoRA)."""
-        if self.factors is not None:
-            left, right = (_read_floats(tensor) for tensor in self.factors)
-            matrix = matrix + np.float32(self.scale) * (left @ right)
-        if self.magnitude is not None:
-            norm = np.linalg.norm(matrix, axis=self.norm_axis)
-            factor = _read_floats(self.magnitude) / np.where(norm == 0, 1, norm)
-            matrix = matrix * np.expand_dims(factor, self.norm_axis)
-        return matrix
-
-
-def _read_floats(tensor: Tensor) -> np.ndarray:
-    """Reads a whole tensor as float32."""
-    return tensor.read(()).astype(np.float32)
-
-
-def _are_same(x: Tensor | None, y: Tensor | None) -> bool:
-    """Returns whether two tensors are equal, or both are missing."""
-    if x is None or y is None:
-        return x is y
-    return x is y or np.array_equal(x.read(()), y.read(()))
-
-
-def _rows_by_token(change: Change) -> dict[int, list[float]]:
-    """Returns the new rows of a change by token, because the order of the tokens is arbitrary."""
-    if change.rows is None:
-        return {}
-    return dict(zip(change.tokens, change.rows.read(()).astype(np.float32).tolist(), strict=True))
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    """Returns the transpose of a matrix."""
-    return Tensor(tensor.shape[::-1], tensor.dtype, lambda index: tensor.read(()).T[index])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Site:
-    """The place of a changed parameter.
-
-    Attributes:
-      correspondence: the parameter and its tensor in transformers.
-      base: the path of the parameter of the base model that is changed.
-      is_transposed: whether the parameter is the transpose of the parameter of the base model.
-    """
-
-    correspondence: Correspondence
-    base: tuple[str, ...]
-    is_transposed: bool = False
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """The path of the changed parameter in ``params``."""
-        return self.correspondence.path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the changed parameter."""
-        return self.correspondence.shape
-
-
 class _Adapters:
     """Matches the tensors of a folder of PEFT with the parameters of its base model.
 
@@ -383,23 +191,22 @@ class _Adapters:
         self._config = config
         self._base = model
         self._known: set[str] = set()
+        self._updated: set[str] = set()
         self._tensors = _tensors_of(model, saved)
         self._share_embedding()
 
-    def parameters(self) -> list[tuple[_Site, Change]]:
+    def parameters(self) -> list[tuple[Site, Change]]:
         """Returns the changed parameters. `problems` is complete afterwards."""
-        found: list[tuple[_Site, Change]] = []
-        updated: set[str] = set()
+        found: list[tuple[Site, Change]] = []
         matrices: list[str] = []
         for c in correspondences(self._base, kind_of(self._base).name_of):
             modules = modules_of(c, self._base)
             if len(c.shape) > 1:
                 matrices += modules
             changes = [self._change_of(module, c) for module in modules]
-            updated.update(m for m, x in zip(modules, changes, strict=True) if x.factors)
             found += self._sites(c, modules, changes)
 
-        self._check_targets(matrices, updated)
+        self._check_targets(matrices)
         self.problems += [
             f"{name} is neither an update of a matrix of the base nor one of its parameters"
             for name in sorted(self._tensors.keys() - self._known)
@@ -408,7 +215,7 @@ class _Adapters:
 
     def _sites(
         self, c: Correspondence, modules: Sequence[str], changes: Sequence[Change]
-    ) -> list[tuple[_Site, Change]]:
+    ) -> list[tuple[Site, Change]]:
         """Returns the changes of the parameter, or of the parameters that it becomes.
 
         If modules that share an embedding are changed differently, the model gets an embedding for
@@ -423,12 +230,12 @@ class _Adapters:
         # The module whose change the parameter itself gets. The decoder comes first, if there is
         # one.
         first = modules[0]
-        sites = [] if changes[0] == Change() else [(_Site(c, c.path), changes[0])]
+        sites = [] if changes[0] == Change() else [(Site(c, c.path), changes[0])]
         for module in modules[1:]:
             change = of_module[module]
             if change.is_same(of_module[first]):
                 continue
-            if module in _OUTPUTS:
+            if module in OUTPUTS:
                 scale = self._base.logits_scale
                 if scale is None:
                     scale = self._base.d_model**-0.5
@@ -443,7 +250,7 @@ class _Adapters:
                     encoder_embedding_scale=self._base.embedding_scale,
                 )
                 split = Correspondence(("encoder_embedding",), c.shape, module + WEIGHT, SAME)
-            sites.append((_Site(split, c.path, split.layout == TRANSPOSED), change))
+            sites.append((Site(split, c.path, split.layout == TRANSPOSED), change))
         return sites
 
     def _change_of(self, module: str, c: Correspondence) -> Change:
@@ -462,7 +269,7 @@ class _Adapters:
     def _whole_of(self, module: str, c: Correspondence) -> Tensor | None:
         """Returns the tensor that replaces the tensor of a module."""
         shape = c.layout.shape(c.shape)
-        for suffix in (WEIGHT, _BASE_LAYER):
+        for suffix in (WEIGHT, BASE_LAYER):
             name = module + suffix
             tensor = self._take(name)
             if tensor is None:
@@ -489,6 +296,7 @@ class _Adapters:
         magnitude = self._take(magnitude_name(module))
         if a is None and b is None and magnitude is None:
             return change
+        self._updated.add(module)
 
         embeds = is_embedding(module)
         inputs, outputs = shape if embeds else shape[::-1]
@@ -512,7 +320,7 @@ class _Adapters:
                 f"{magnitude_name(module)} has the shape {magnitude.shape} instead of {(outputs,)}"
             )
         return change._replace(
-            factors=(_transposed(a), _transposed(b)) if embeds else (b, a),
+            factors=(transposed(a), transposed(b)) if embeds else (b, a),
             scale=self._config.scale_of(self._full_name(module), rank),
             magnitude=magnitude,
             norm_axis=0 if embeds else 1,
@@ -522,7 +330,7 @@ class _Adapters:
         """Adds the rows of trained tokens to the change of a module."""
         source = module
         rows = self._take(rows_name(module))
-        if rows is None and module in (*_EMBEDDINGS_OF_STACKS, _OUTPUTS[0]):
+        if rows is None and module in (*EMBEDDINGS_OF_STACKS, OUTPUTS[0]):
             # PEFT ties all embeddings and the output projection of a T5 to its shared embedding,
             # even if the output projection has a tensor of its own.
             source = SHARED
@@ -551,21 +359,21 @@ class _Adapters:
             return _prefix_in_whole(self._base) + module
         return module
 
-    def _check_targets(self, modules: Sequence[str], updated: set[str]) -> None:
+    def _check_targets(self, modules: Sequence[str]) -> None:
         """Adds a problem if the updates are not of the modules that the configuration selects."""
-        config = self._config
+        config, updated = self._config, self._updated
         if config.targets is None:
             return
         full_names = {self._full_name(module): module for module in modules}
         if not t5gemma.has_output_norm(self._base):
             full_names[SHARED] = SHARED
-        outputs = [name for name in full_names if name in _OUTPUTS or is_embedding(name)]
+        outputs = [name for name in full_names if name in OUTPUTS or is_embedding(name)]
         selected = {full_names[name] for name in config.select(full_names, outputs=outputs)}
         if SHARED in selected:
             selected.remove(SHARED)
             if config.ties:
                 # PEFT added the updates of the modules that share the embedding.
-                selected |= {*_EMBEDDINGS_OF_STACKS, _OUTPUTS[0]} & updated
+                selected |= {*EMBEDDINGS_OF_STACKS, OUTPUTS[0]} & updated
                 self._known.update(update_names(SHARED))
             else:
                 self.problems.append(
@@ -609,27 +417,6 @@ class _Adapters:
             if c.path == ("embedding",):
                 for module in modules_of(c, self._base):
                     self._tensors.setdefault(module + WEIGHT, tensor)
-
-
-def update_names(module: str) -> tuple[str, str]:
-    """Returns PEFT's names of the factors A and B of a module's update.
-
-    The factors of a matrix are A ``[rank, inputs]`` and B ``[outputs, rank]``. The factors of an
-    embedding are A ``[rank, tokens]`` and B ``[d_model, rank]``.
-    """
-    if is_embedding(module):
-        return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
-    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-
-
-def magnitude_name(module: str) -> str:
-    """Returns PEFT's name of the magnitude of a module's update."""
-    return f"{module}.lora_magnitude_vector"
-
-
-def rows_name(module: str) -> str:
-    """Returns PEFT's name of the rows of trained tokens in a module."""
-    return f"{module}.token_adapter.trainable_tokens_delta"
 
 
 def _are_update(a: Tensor, b: Tensor, inputs: int, outputs: int) -> bool:

@@ -25,7 +25,8 @@ from synthesizer_jax.models.updates import (
 from synthesizer_jax.pretrained.huggingface import t5gemma, t5gemma2
 from synthesizer_jax.pretrained.huggingface.config import ADAPTER_CONFIG, ADAPTER_TENSORS
 from synthesizer_jax.pretrained.huggingface.export import kind_of
-from synthesizer_jax.pretrained.huggingface.peft import (
+from synthesizer_jax.pretrained.huggingface.peft_config import PeftConfig
+from synthesizer_jax.pretrained.huggingface.peft_modules import (
     PREFIX,
     SHARED,
     WEIGHT,
@@ -36,7 +37,6 @@ from synthesizer_jax.pretrained.huggingface.peft import (
     rows_name,
     update_names,
 )
-from synthesizer_jax.pretrained.huggingface.peft_config import PeftConfig
 from synthesizer_jax.pretrained.tensors import Correspondence, correspondences
 from synthesizer_jax.primitives.parameters import Variables
 
