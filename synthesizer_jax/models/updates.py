@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.primitives.initializers import TorchUniform
-from synthesizer_jax.primitives.parameters import Axes
+from synthesizer_jax.primitives.parameters import Axes, first_output_axis
 
 LORA_A, LORA_B, MAGNITUDE, ENTRIES = "lora_a", "lora_b", "lora_magnitude", "token_entries"
 
@@ -60,9 +60,8 @@ class LowRankUpdate:
 
     Attributes:
       kernel: the shape and dtype of the kernel W.
-      axes: the logical axes of the kernel, which determine the kernel's input axes. If the last
-        axis is ``embed``, all other axes are inputs. If the last axis is not ``embed``, only the
-        first axis is an input. The axis of scanned layers is never an input axis.
+      axes: the logical axes of the kernel, which determine the kernel's inputs; see
+        `first_output_axis`.
       rank: the rank of the update.
       scale: the number by which the product A · B is multiplied.
       has_magnitude: whether the update has a magnitude.
@@ -92,9 +91,7 @@ class LowRankUpdate:
     @property
     def _first_output(self) -> int:
         """The index of the first output axis of the kernel. The axes before it are inputs."""
-        if self.axes[-1] == "embed":
-            return len(self.axes) - 1
-        return self._first_input + 1
+        return first_output_axis(self.axes)
 
     def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
         """Returns the shape and the logical axes of every array of the update, by name."""

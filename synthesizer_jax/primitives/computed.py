@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax.core import meta
 
 from synthesizer_jax.base.typing import PyTree
-from synthesizer_jax.primitives.parameters import Axes
+from synthesizer_jax.primitives.parameters import Axes, first_output_axis
 
 INT8_MAX = 127
 """The largest absolute value of an `Int8Array`. −128 is not used, so that zero is in the middle."""
@@ -108,12 +108,10 @@ def is_channel_axis(axes: Axes) -> tuple[bool, ...]:
     """Returns for each axis of a kernel or an embedding whether its channels are divided by it.
 
     A channel of an embedding or of an output projection belongs to one token. A channel of any
-    other kernel belongs to one output of its layer: if the last axis is ``embed``, the other axes
-    are inputs, and otherwise only the first axis is an input. Scanned layers have separate
-    channels.
+    other kernel belongs to one output of its layer; see `first_output_axis`. Scanned layers have
+    separate channels.
     """
     if "vocab" in axes:
         return tuple(axis == "vocab" for axis in axes)
-    first = int(axes[0] == "layers")
-    first_output = len(axes) - 1 if axes[-1] == "embed" else first + 1
-    return tuple(i < first or i >= first_output for i in range(len(axes)))
+    first_output = first_output_axis(axes)
+    return tuple(axis == "layers" or i >= first_output for i, axis in enumerate(axes))

@@ -151,6 +151,15 @@ def is_axes(node: object) -> TypeGuard[Axes]:
     return all(isinstance(axis, str | None) for axis in node)
 
 
+def first_output_axis(axes: Axes) -> int:
+    """Returns the index of a kernel's first output axis. The axes before it are inputs.
+
+    If the last axis is ``embed``, all other axes are inputs. If the last axis is not ``embed``,
+    only the first axis is an input. The axis of scanned layers is neither an input nor an output.
+    """
+    return len(axes) - 1 if axes[-1] == "embed" else int(axes[0] == "layers") + 1
+
+
 @struct.dataclass
 class NamedAxes(nn.LogicallyPartitioned):
     """A box that holds a parameter and its axis names, but does not constrain its sharding."""

@@ -1,6 +1,6 @@
 """Tests a base in 8 bits: its rounding, training with it, and the memory that it needs."""
 
-import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from synthesizer_jax.training.initial_parameters import read_base, restore_run
 from synthesizer_jax.training.run_directory import find_base, load_experiment
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import VOCAB, CopyStream, close, encoder, experiment, logged, save
+from tests.training.tiny import VOCAB, CopyStream, close, damage, encoder, experiment, logged, save
 from tests.training.tiny import run as train
 
 LAYERS = 3
@@ -282,8 +282,17 @@ def test_parameters_that_are_trained_whole_are_not_rounded(source, tmp_path):
     # DoRA's magnitude begins at the norm of the rounded kernel, so nothing changes at the start.
     before = jax.jit(meta.unbox)(trainer.averaged_variables(state))
     close(before, jax.jit(meta.unbox)(trainer.base), rtol=1e-5, atol=1e-7)
-    save(tmp_path, recipe, dataclasses.replace(state))
+    save(tmp_path, recipe, state)
     close(restore_run(tmp_path)[1], before, atol=1e-6)
+
+
+def test_a_damaged_base_is_not_rounded(source, tmp_path):
+    """Every array of the base is verified, although the arrays are rounded one by one."""
+    shutil.copytree(source, tmp_path / "base")
+    recipe = adapting(tmp_path / "base")
+    damage(tmp_path / "base" / "checkpoints" / "0")
+    with pytest.raises(ValueError, match="checkpoints/0 cannot be read"):
+        read_base(recipe, None)
 
 
 def test_other_bases_are_refused():
