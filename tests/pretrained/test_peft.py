@@ -25,7 +25,7 @@ from synthesizer_jax.pretrained.opening import open_pretrained
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run_directory import find_base, start_from_run
 from synthesizer_jax.training.trainer import Trainer
-from tests.pretrained import gemma
+from tests.pretrained import gemma, gemma2
 from tests.pretrained.folders import TINY, UNTIED, make_folder, make_tensors
 from tests.training.tiny import close, save
 
@@ -321,6 +321,16 @@ def test_modules_that_share_an_embedding_may_differ(tmp_path):
     np.testing.assert_array_equal(params["embedding"], of_decoder)
     np.testing.assert_array_equal(params["logits_kernel"], table.T)
     np.testing.assert_allclose(params["encoder_embedding"], updated, atol=1e-5)
+
+
+def test_unequal_adapters_of_the_embedding_of_a_t5gemma_2_are_refused(tmp_path):
+    base = gemma2.make_folder(tmp_path / "base", tensors := gemma2.make_tensors())
+    rows = tensors["model.encoder.embed_tokens.weight"][:1]
+    name = "base_model.model.model.decoder.embed_tokens.token_adapter.trainable_tokens_delta"
+    options = {"trainable_token_indices": {"decoder.embed_tokens": [9]}}
+    folder = write(tmp_path / "adapters", base, {name: rows}, **options)
+    with pytest.raises(ValueError, match="one parameter of a T5Gemma 2, so their adapters must be"):
+        load(folder)
 
 
 @pytest.mark.parametrize("config", [TINY, TINY | UNTIED], ids=["tied", "untied"])

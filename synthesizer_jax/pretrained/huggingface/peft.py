@@ -235,7 +235,12 @@ class _Adapters:
             change = of_module[module]
             if change.is_same(of_module[first]):
                 continue
-            if module in OUTPUTS:
+            if t5gemma2.is_t5gemma2(self._base):
+                self.problems.append(
+                    f"{first} and {module} are one parameter of a T5Gemma 2, so their adapters "
+                    "must be equal"
+                )
+            elif module in OUTPUTS:
                 scale = self._base.logits_scale
                 if scale is None:
                     scale = self._base.d_model**-0.5
@@ -243,6 +248,7 @@ class _Adapters:
                 split = Correspondence(
                     ("logits_kernel",), c.shape[::-1], module + WEIGHT, TRANSPOSED
                 )
+                sites.append((Site(split, c.path, is_transposed=True), change))
             else:
                 self.model = replace(
                     self.model,
@@ -250,7 +256,7 @@ class _Adapters:
                     encoder_embedding_scale=self._base.embedding_scale,
                 )
                 split = Correspondence(("encoder_embedding",), c.shape, module + WEIGHT, SAME)
-            sites.append((Site(split, c.path, split.layout == TRANSPOSED), change))
+                sites.append((Site(split, c.path), change))
         return sites
 
     def _change_of(self, module: str, c: Correspondence) -> Change:
