@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import synthesizer_jax as sj
+from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
 from synthesizer_jax.mixers.taps import TAPS
 from synthesizer_jax.models import EncoderDecoder, Memory, unroll, unroll_variables
 from synthesizer_jax.models.token_model import Rows
@@ -79,6 +80,28 @@ def test_candidates_that_share_a_memory(name: str, bias: Any, source: Any, targe
     found, last, expected = run(variables)
     close(found, expected)
     close(last, expected[:, 3:])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"beams": 3, "alpha": 0.0}, {"temperature": 1.0}], ids=str
+)
+def test_decoded_tokens_have_the_scores_of_a_full_pass(settings: Any, source: Any) -> None:
+    """Greedy decoding, beam search and sampling use caches, and `score_targets` does not."""
+    model = encoder_decoder(MIXERS["shared"])
+    variables = general(model.init, source, source)
+    found = decode_sequences(
+        variables,
+        source,
+        model=model,
+        decoding=Decoding(max_length=4, **settings),
+    )
+    targets = found.tokens[:, 0]
+    scores = score_targets(variables, source, targets=targets, model=model)
+    # An untrained model may draw the id of padding, which `score_targets` does not count.
+    has_ended = jnp.cumsum(targets == model.ids.end, axis=1) > 0
+    counted = ((targets != model.ids.padding) | has_ended).all(axis=1)
+    assert counted.any()
+    np.testing.assert_allclose(found.scores[counted, 0], scores[counted], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MIXERS)
