@@ -47,7 +47,9 @@ class Backend:
     ``split_special_tokens``.
 
     Attributes:
-      vocab_size: the largest token id, plus one.
+      vocab_size: the number of ids of the model, by default the largest token id plus one.
+      required_size: the number of ids that a model of texts needs. Special tokens with larger ids
+        are neither EOS nor put before or after texts.
       around: the ids that the post-processor of the tokenizer puts before and after a text.
       unk_id: the id for text that no token covers, or −1 if there is no such id.
       eos_id: the id of the end of a text.
@@ -58,13 +60,14 @@ class Backend:
         adds.
     """
 
-    def __init__(self, path: pathlib.Path, files: Mapping[str, bytes]):
+    def __init__(self, path: pathlib.Path, files: Mapping[str, bytes], *, size: int | None = None):
         """Reads a tokenizer.
 
         Args:
           path: the path of the ``tokenizer.json``, for error messages. The other files are in the
             same folder.
           files: the contents of the `FILES` that exist, by file name.
+          size: the number of ids of the model, or `None` if the model has all ids.
 
         Raises:
           ModuleNotFoundError: if the library is not installed.
@@ -99,6 +102,12 @@ class Backend:
             self.around = self._read_around()
             self.unk_id = self._read_unknown()
         self.eos_id = self._read_eos(path, settings)
+
+        text_ids = (i for i in self._ids.values() if i not in self.special)
+        around = itertools.chain(*self.around)
+        self.required_size = 1 + max(self.unk_id, self.eos_id, *around, *text_ids)
+        if size is not None:
+            self.vocab_size = size
 
     def _check_ids(self, expected: Mapping[int, str]) -> None:
         """Raises a `ValueError` if a token does not have the id that a file gives it.
@@ -178,14 +187,36 @@ class Backend:
         return self._ids.get(token)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without the ids in `around`."""
+        """Returns the ids of a text, without the ids in `around`.
+
+        Raises:
+          ValueError: if the text contains a token whose id is not below `vocab_size`.
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        self._check_encoded(ids)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of several texts. The library encodes texts in parallel."""
+        """Returns the ids of several texts; see `encode`.
+
+        The library encodes texts in parallel.
+        """
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        rows = [encoding.ids for encoding in encodings]
+        for ids in rows:
+            self._check_encoded(ids)
+        return rows
+
+    def _check_encoded(self, ids: Sequence[int]) -> None:
+        """Raises a `ValueError` if the model lacks one of the ids of a text."""
+        if max(ids, default=-1) < self.vocab_size:
+            return
+        missing = max(ids)
+        raise ValueError(
+            f"A text contains the token {self._tokenizer.id_to_token(missing)!r} with the id "
+            f"{missing}, but the model has only the ids 0 to {self.vocab_size - 1}. Remove the "
+            "token from the text."
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids. Special tokens and ids outside the vocabulary are left out."""

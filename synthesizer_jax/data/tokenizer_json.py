@@ -11,6 +11,7 @@ from typing import Self, TypeAlias
 
 from synthesizer_jax.base.files import storage_path
 from synthesizer_jax.base.registry import register
+from synthesizer_jax.base.typing import Length
 from synthesizer_jax.data.tokenizer_backend import FILES, TOKENIZER, Backend
 from synthesizer_jax.data.vocabularies import Bytes, FileVocabulary, SentencePiece, until, utf8
 
@@ -32,9 +33,13 @@ class Tokenizer(FileVocabulary):
       path: the path of the ``tokenizer.json``, on a disk or in a bucket (``gs://…``). The files
         ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json`` in the same
         folder are read too, if they exist.
+      size: the number of ids that the model has, or None if the model has all ids. A text with a
+        token whose id is not below `size` is refused. For example, tokenizers of models that also
+        read images have a special token for images, which a model of texts may lack.
     """
 
     path: str
+    size: Length | None = None
     saved_names = FILES
 
     @functools.cached_property
@@ -55,7 +60,7 @@ class Tokenizer(FileVocabulary):
     @functools.cached_property
     def backend(self) -> Backend:
         """The tokenizer of the library; see `Backend` for errors."""
-        return _load_backend(self.file, tuple(self._files.items()))
+        return _load_backend(self.file, tuple(self._files.items()), self.size)
 
     def build(self) -> Self:
         """Reads the files, and returns the vocabulary; see `Backend` for errors."""
@@ -64,7 +69,17 @@ class Tokenizer(FileVocabulary):
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what is sent to other processes, which read the files again."""
-        return {"path": self.path}
+        return {"path": self.path, "size": self.size}
+
+    def for_rows(self, rows: int) -> Tokenizer:
+        """Returns the vocabulary for a model whose embedding has a number of rows.
+
+        If only special tokens that texts do not need have larger ids, the result refuses texts with
+        these tokens. If other tokens have larger ids, the vocabulary is returned unchanged.
+        """
+        if self.vocab_size <= rows or self.backend.required_size > rows:
+            return self
+        return dataclasses.replace(self, size=rows)
 
     @property
     def vocab_size(self) -> int:
@@ -108,7 +123,7 @@ class Tokenizer(FileVocabulary):
         """Returns the ids of a text, without the ids in `around_inputs`.
 
         Raises:
-          ValueError: see `utf8`.
+          ValueError: if the model lacks a token in the text; see also `utf8`.
         """
         utf8(text)
         return self.backend.encode(text)
@@ -127,7 +142,15 @@ class Tokenizer(FileVocabulary):
         included.
         """
         first, last = self.around_inputs
-        settings = [first, last, self.eos_id, self.backend.splits_special, self.backend.added]
+        settings: list[object] = [
+            first,
+            last,
+            self.eos_id,
+            self.backend.splits_special,
+            self.backend.added,
+        ]
+        if self.size is not None:
+            settings.append(self.size)
         return self._files[TOKENIZER] + json.dumps(settings).encode()
 
 
@@ -141,6 +164,8 @@ def is_tokenizer(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _load_backend(path: pathlib.Path, files: Sequence[tuple[str, bytes]]) -> Backend:
+def _load_backend(
+    path: pathlib.Path, files: Sequence[tuple[str, bytes]], size: int | None
+) -> Backend:
     """Returns the tokenizer in some files. Equal files are read only once."""
-    return Backend(path, dict(files))
+    return Backend(path, dict(files), size=size)

@@ -274,6 +274,26 @@ def test_tokens_of_the_configuration_are_added(tmp_path):
         Tokenizer(str(file)).build()
 
 
+def test_special_tokens_beyond_the_embedding_are_refused_in_texts(tmp_path):
+    """Gemma's tokenizers have a special token for images, which models of texts lack."""
+    write_tokenizer(tmp_path, "Gemma", added=False)
+    config, file = tmp_path / "tokenizer_config.json", tmp_path / "tokenizer.json"
+    size = Tokenizer(str(file)).vocab_size
+    change_json(config, extra_special_tokens=["<image_soft_token>"])
+    found = tokenizer.read_vocabulary(tmp_path, tmp_path, rows=size)
+    assert found == Tokenizer(str(file), size=size) and found.vocab_size == size
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert found.encode("a text") == Tokenizer(str(file)).encode("a text")
+    with pytest.raises(ValueError, match=r"the token '<image_soft_token>' with the id .* Remove"):
+        found.encode("a <image_soft_token>")
+    with pytest.raises(ValueError, match="'<image_soft_token>'"):
+        found.backend.encode_batch(["a", "<image_soft_token>"])
+
+    # A model with a row for the token reads it, and a token of texts is not left out.
+    assert tokenizer.read_vocabulary(tmp_path, tmp_path, rows=size + 1) == Tokenizer(str(file))
+    assert tokenizer.read_vocabulary(tmp_path, tmp_path, rows=size - 1) == Tokenizer(str(file))
+
+
 def test_older_files_of_codet5_are_read(tmp_path):
     new, old = tmp_path / "new", tmp_path / "old"
     write_tokenizer(new, "CodeT5", added=False)

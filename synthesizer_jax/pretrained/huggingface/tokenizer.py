@@ -118,7 +118,7 @@ def read_vocabulary(
             file = scratch / SENTENCEPIECE[0]
             file.write_bytes(sentencepiece_model(folder / TOKENIZER, ids))
             return named_vocabulary(str(file), 0).build()
-        return Tokenizer(str(folder / TOKENIZER)).build()
+        return Tokenizer(str(folder / TOKENIZER)).build().for_rows(rows)
     if obstacle is not None:
         raise ValueError(f"{obstacle} {_WRITE_TOKENIZER}")
     if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
