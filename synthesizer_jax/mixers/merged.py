@@ -25,6 +25,7 @@ from synthesizer_jax.attention import (
     low_rank,
     merge_attention,
 )
+from synthesizer_jax.attention.beams import extend_for_beams
 from synthesizer_jax.base.registry import register
 from synthesizer_jax.mixers.attention import (
     Attention,
@@ -141,10 +142,19 @@ class MergedAttention(Attention):
         )
 
         # From here on, the terms, values and masks belong to all tokens in the cache.
+        bias = inputs.bias
+        num_rows, num_queries, _ = x.shape
         if cache is not None:
-            terms, values, mask, own = extend(
-                cache.own, terms, values, at=inputs.position, mask=mask
-            )
+            if cache.own.beams > 1:
+                terms, values, bias, mask, own = extend_for_beams(
+                    cache.own, terms, values, bias=bias, mask=mask, at=inputs.position
+                )
+                # The n beams of an example are n queries of one row.
+                num_rows, num_queries = values.shape[0], cache.own.beams
+            else:
+                terms, values, mask, own = extend(
+                    cache.own, terms, values, at=inputs.position, mask=mask
+                )
             memory_terms, memory_values, memory_mask, _ = extend_memory(
                 cache.memory, memory_terms, memory_values, memory_mask
             )
@@ -152,23 +162,26 @@ class MergedAttention(Attention):
 
         options: dict[str, Any] = {
             "soft_cap": self.soft_cap,
-            "q_length": x.shape[1],
             "implementation": self.implementation,
         }
-        all_terms = add(*terms, *inputs.bias)
-        part = attend_with_log_sums(
+        all_terms = add(*terms, *bias)
+        out, own_sums = attend_with_log_sums(
             all_terms,
             values,
             mask=mask,
-            partition=partition(batch=x.shape[0], heads=self.num_heads),
+            q_length=num_queries,
+            partition=partition(batch=num_rows, heads=self.num_heads),
             **options,
             **dropout_options(self, self.dropout_rate),
         )
+        # [batch, q, heads, e] and [batch, q, heads], with a row for each beam
+        part = out.reshape(*x.shape[:2], *out.shape[2:]), own_sums.reshape(*x.shape[:2], -1)
         memory_part = _attend_to_memory(
             memory_terms,
             memory_values,
             rows=rows,
             mask=memory_mask,
+            q_length=x.shape[1],
             partition=partition(batch=memory.shape[0], heads=self.num_heads),
             **options,
             **dropout_options(self, self.dropout_rate),

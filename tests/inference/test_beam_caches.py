@@ -24,6 +24,10 @@ SHARED = {
     "split": sj.Attention(
         2, 4, alignment=sj.PerHead((sj.Random(max_length=8), sj.DotProduct()), (1, 1))
     ),
+    "merged": sj.MergedAttention(2, 4, sj.DotProduct(rotary_base=50.0), num_kv_heads=1),
+    "merged random": sj.MergedAttention(
+        2, 4, sj.Random(max_length=8), cross_alignment=sj.DotProduct()
+    ),
     "talking heads": sj.TalkingHeads(2, 4, dynamic=("x2l", "m2w")),
 }
 """Mixers whose caches the beams of an example can share."""
@@ -41,7 +45,8 @@ UNSHARED = {
 def decoder_of(mixer, bias):
     block = sj.Block(mixer, sj.FeedForward(12))
     encoder = sj.Stack((sj.Run(block.copy(self_mixer=sj.Attention(2, 4)), 1),))
-    decoder = sj.Stack((sj.Run(block.copy(cross_mixer=sj.Attention(2, 4)), 2),), bias=bias)
+    cross = None if mixer.reads_memory else sj.Attention(2, 4)
+    decoder = sj.Stack((sj.Run(block.copy(cross_mixer=cross), 2),), bias=bias)
     return sj.EncoderDecoder(vocab_size=VOCAB, d_model=WIDTH, encoder=encoder, decoder=decoder)
 
 
