@@ -203,7 +203,7 @@ def dense_product(
         return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
 
 
-class Dense(nn.DenseGeneral):
+class DenseLayer(nn.DenseGeneral):
     """Flax's dense layer, which does not keep a computed kernel for the backward pass.
 
     If the kernel is a `ComputedParameter`, the backward pass computes it again. Otherwise, a scan
@@ -228,7 +228,7 @@ def dense_layer(
     use_bias: bool = False,
     contracted: int = 1,
     **module: Any,
-) -> Dense:
+) -> DenseLayer:
     """Returns a dense layer that contracts the last dimensions of its input.
 
     Args:
@@ -241,7 +241,7 @@ def dense_layer(
       contracted: how many of the input's last dimensions are contracted.
       **module: the arguments `name` and `parent` of the Flax module.
     """
-    return Dense(
+    return DenseLayer(
         features,
         axis=tuple(range(-contracted, 0)),
         use_bias=use_bias,
