@@ -1,4 +1,4 @@
-"""Adapters: updates of a trained model's parameters, which are trained in place of the model.
+"""Adapters, which are updates that are trained instead of the parameters of a trained model.
 
 A run with adapters trains and saves two kinds of variables:
 
@@ -49,7 +49,7 @@ class Adapted(Trainable[Model]):
       example: the shapes and dtypes of the arguments of the model's `__call__`.
       lora: selects the parameters that are trained, and the kinds of their updates.
       is_new: a function that takes the path of a variable, in the form of looped layers, and
-        returns whether the base does not contain the values of the variable. Such a variable is
+        returns whether the values of the variable are new and not in the base. Such a variable is
         trained as a complete array.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Choice:
         """Returns whether the pattern in a field of the `LoRA` matches a parameter.
 
         Args:
-          field: the name of the field, which may be None.
+          field: the name of the field, whose value may be None.
           looped: the paths of the layers whose values are stacked in the parameter.
         """
         pattern: str | None = getattr(self._lora, field)
@@ -196,7 +196,7 @@ class _Choice:
             """Returns whether the pattern matches the path of a layer's parameter."""
             return re.fullmatch(pattern, path) is not None
 
-        found = _matches_all(f"{_name(field)}: {pattern!r} matches", looped, is_match)
+        found = _matches_all(f"training.adapters.{field}: {pattern!r} matches", looped, is_match)
         if found:
             self._matched.add(field)
         return found
@@ -261,7 +261,7 @@ class _Choice:
             if field == "token_arrays" and not lora.tokens:
                 continue
             raise ValueError(
-                f"{_name(field)}: {pattern!r} matches no {what}"
+                f"training.adapters.{field}: {pattern!r} matches no {what}"
                 f"{_hint(pattern, self._candidates.get(field, ()))} A pattern must match a whole "
                 "path."
             )
@@ -299,12 +299,6 @@ _FIELDS = {
     "whole": "parameter",
 }
 """The fields of a `LoRA` that hold patterns, and the parameters that the patterns can match."""
-
-
-def _name(field: str) -> str:
-    """Returns the name of a field of the `LoRA` for error messages."""
-    # The field `targets` is older than the other patterns, and users know its name.
-    return "training.adapters" if field == "targets" else f"training.adapters.{field}"
 
 
 def _hint(pattern: str, paths: Collection[str]) -> str:

@@ -92,9 +92,7 @@ class LoRA:
     base_checksum: int | None = None
 
     def __post_init__(self) -> None:
-        # The field `targets` is older than the other patterns, and users know its name.
-        check_path_pattern("training.adapters", self.targets or "")
-        for name in ("embeddings", "token_arrays", "whole"):
+        for name in ("targets", "embeddings", "token_arrays", "whole"):
             check_path_pattern(f"training.adapters.{name}", getattr(self, name) or "")
         if len(set(self.tokens)) < len(self.tokens):
             repeated = next(x for x in self.tokens if self.tokens.count(x) > 1)

@@ -188,7 +188,7 @@ def test_another_vocabulary_or_a_changed_one_is_noticed(
         (
             f"train {RECIPE} --workdir new --set init_from={{run}} --set training.adapters=LoRA "
             "--set training.adapters.targets=q,v",
-            "training.adapters: 'q,v' matches no kernel",
+            "training.adapters.targets: 'q,v' matches no kernel",
         ),
         (
             "inspect {run}/checkpoints/99",

@@ -482,7 +482,7 @@ def test_targets_that_fit_nothing_are_named():
     ):
         Trainer(replace(recipe, model=scan, training=training, init_rules=rules))
     with pytest.raises(
-        ValueError, match=r"training\.adapters: '\(' is not a valid regular expression"
+        ValueError, match=r"training\.adapters\.targets: '\(' is not a valid regular expression"
     ):
         LoRA(targets="(")
     with pytest.raises(ValueError, match=r"tokens contains 4 twice\. Give every token id once"):
