@@ -169,7 +169,7 @@ def _for_beams(term: Term, n: int, m: int, *, at: int | jax.Array) -> Term:
         if "k" in a.axes:
             keys = jax.lax.slice_in_dim(a.x, 0, m, axis=a.axes.index("k"))
             return jnp.repeat(keys, n, axis=a.axes.index("k"))
-        # The parameter of the one query is broadcast to all beams.
+        # The array has an entry for the one query, which is the same for all beams.
         queries = jax.lax.slice_in_dim(a.x, 0, 1, axis=a.axes.index("q"))
         return jnp.repeat(queries, n, axis=a.axes.index("q"))
 

@@ -167,11 +167,13 @@ def attend_unpacked(route: Callable[[Call], Output], call: Call) -> Output:
     values = _gather_rows(values, keys)
     call = dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
     segments, count = mask.query_segments, mask.segments
-    results = route(call)  # [b · count, length, h, e] and perhaps [b · count, length, h]
+
+    # The output is ``[b · count, length, h, e]``, and the log sums are ``[b · count, length, h]``.
+    results = route(call)
     fits = (q_fit & k_fit).reshape(-1)  # [b · count]
 
     def pack(x: jax.Array, padding: jax.Array | float) -> jax.Array:
-        """Returns an array of the unpacked rows in the packed rows."""
+        """Moves a result of the route from the unpacked rows to the packed rows."""
         # The results of segments that do not fit into the unpacked rows are set to NaN.
         x = jnp.where(fits.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
         return _pack(x, segments, count, padding)
@@ -233,11 +235,12 @@ def _pack(out: jax.Array, segments: jax.Array, count: int, padding: jax.Array | 
     # the concatenated rows.
     index = jnp.where(kept, (segments - 1) * length + position, 0)  # [b, q]
     tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
-    kept, fits = (
-        real.reshape(*real.shape, *(1,) * (out.ndim - 2)) for real in (kept, kept | (segments <= 0))
-    )
+
+    shape = (*segments.shape, *(1,) * (out.ndim - 2))  # [b, q, 1, ...]
+    is_padding = (segments <= 0).reshape(shape)
+    kept = kept.reshape(shape)
     tokens = jnp.where(kept, tokens, padding)
-    return jnp.where(fits, tokens, jnp.nan)
+    return jnp.where(kept | is_padding, tokens, jnp.nan)
 
 
 def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:

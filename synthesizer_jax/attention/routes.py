@@ -1,4 +1,6 @@
-"""The entry points of attention: `attend` checks its arguments, selects a route and runs the route.
+"""The entry points of attention, `attend` and `attend_with_log_sums`.
+
+Both functions check their arguments, select a route and run the route.
 
 A route is one implementation of attention. All routes compute the same result. Routes differ in the
 terms that they support and in the memory that they need. An *obstacle* is a sentence that says why
@@ -238,10 +240,12 @@ def attend_with_log_sums(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `attend` and the log sum of each row of logits, ``log Σ_k exp(logits)``.
+    """Computes attention like `attend`, and the log sum of each row of logits.
+
+    The log sum of a row is ``log Σ_k exp(logits)``.
 
     With the log sums, `merge_attention` can merge attention over several sets of keys into one
-    softmax. A gradient may flow through both results. As in `attend`, only the route ``reference``
+    softmax. Both results can be differentiated. As in `attend`, only the route ``reference``
     has derivatives of higher order. If examples may attend to different keys, terms that consist of
     parameters take the route ``fused`` instead of ``static``.
 

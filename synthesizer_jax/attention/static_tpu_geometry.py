@@ -30,7 +30,7 @@ from synthesizer_jax.attention.fused_arrays import FusedInputs
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.tpu import BIAS_AXES, LANES, VMEM, Bias, KernelPlan, Ref
 
-TABLES = 5
+FLOAT_MATRICES = 5
 """The number of float32 matrices ``[q, k]`` per head that are in vector memory at once.
 
 Two of the matrices are copies of the table, and two are copies of its cotangent, because Pallas
@@ -139,11 +139,11 @@ def heads_per_program(heads: int, width: int) -> int:
 def _tile_bytes(values: jax.Array, q_length: int) -> int:
     """Returns the number of bytes of vector memory that a program's matrices of logits take.
 
-    Next to the matrices in `TABLES`, the backward kernel holds the weights in two layouts, in the
-    dtype of the values.
+    In addition to the `FLOAT_MATRICES`, the backward kernel holds the weights in two layouts, in
+    the dtype of the values.
     """
     _, k_length, heads, width = values.shape
-    logit_bytes = TABLES * 4 + 2 * values.dtype.itemsize
+    logit_bytes = FLOAT_MATRICES * 4 + 2 * values.dtype.itemsize
     return logit_bytes * heads_per_program(heads, width) * q_length * k_length
 
 

@@ -308,7 +308,7 @@ def restore_variables(
     """
 
     def read(checkpoint: pathlib.Path) -> Iterator[dict[str, PyTree]]:
-        """Yields the variables of a checkpoint, or one variable at a time to convert them."""
+        """Yields all variables at once, or one at a time if each of them is converted."""
         return read_variables(checkpoint, layout, singly=convert is not None)
 
     number, variables, damaged = read_newest(
@@ -405,7 +405,7 @@ def _read_and_verify(
     """
     contents: Contents | None = None
     entries: dict[str, PyTree] = {}
-    whole: dict[str, int] = {}
+    combined: dict[str, int] = {}
     parts: Iterator[dict[str, PyTree]] | None = None
     problem: str | None = None
     while problem is None:
@@ -429,12 +429,13 @@ def _read_and_verify(
         if problem is None:
             if part is None:
                 break
-            whole |= checksums.combine_checksums([s for _, s in gathered] if divided else [sums])
+            sums_to_add = [s for _, s in gathered] if divided else [sums]
+            combined |= checksums.combine_checksums(sums_to_add)
             converted = convert_variables(part, convert)
             entries = merge_entries(converted, entries) if entries else converted
 
     if problem is None and contents is not None:
-        problem = contents.difference(whole)
+        problem = contents.difference(combined)
     return entries, problem
 
 

@@ -137,6 +137,8 @@ def read_variables(
     if not singly:
         yield read_arrays(checkpoint, entries, names)
         return
+
+    # This call raises an error if the checkpoint does not contain exactly these arrays.
     _saved_entries(checkpoint, entries, names)
     arrays = traverse_util.flatten_dict(entries)
     for keys in sorted(arrays, key=lambda keys: math.prod(arrays[keys].shape), reverse=True):
@@ -183,12 +185,12 @@ def _saved_entries(checkpoint: pathlib.Path, entries: PyTree, names: tuple[str, 
 
 
 def _read_checked(checkpoint: pathlib.Path, entries: PyTree, complete: PyTree) -> PyTree:
-    """Reads entries of a checkpoint, which are in the checkpoint; see `read_arrays`.
+    """Reads entries that a checkpoint is known to contain; see `read_arrays`.
 
     Args:
       checkpoint: the directory of a step.
       entries: the entries to read.
-      complete: the result of `_saved_entries` for all entries that are read completely.
+      complete: the result of `_saved_entries` for those entries that are read completely.
     """
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), entries

@@ -367,23 +367,26 @@ def _attend_to_memory(
         """Returns an array ``[batch · rows, ...]`` as ``[batch, rows, ...]``."""
         return x.reshape(batch, rows, *x.shape[1:])
 
-    given = {"query_lengths": mask.query_lengths, "query_valid": mask.query_valid}
-    own = {name: x for name, x in given.items() if x is not None and x.shape[0] == batch * rows}
+    # Arrays of the mask that differ between the rows of queries are split like the queries.
+    of_queries = {"query_lengths": mask.query_lengths, "query_valid": mask.query_valid}
+    per_row = {
+        name: x for name, x in of_queries.items() if x is not None and x.shape[0] == batch * rows
+    }
     keys = None if dropout_key is None else jax.random.split(dropout_key, rows)
 
     def attend_row(
-        queries: jax.Array, own: dict[str, Any], key: jax.Array | None
+        queries: jax.Array, of_row: dict[str, Any], key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for one row of queries of each row of the memory."""
+        """Returns the results for one row of queries for each row of the memory."""
         return attend_with_log_sums(
             (dataclasses.replace(term, queries=queries),),
             values,
-            mask=dataclasses.replace(mask, **own),
+            mask=dataclasses.replace(mask, **of_row),
             dropout_key=key,
             **options,
         )
 
     mapped = jax.vmap(attend_row, in_axes=(1, 1, 0), out_axes=1)
-    results = mapped(split(term.queries), jax.tree.map(split, own), keys)
+    results = mapped(split(term.queries), jax.tree.map(split, per_row), keys)
     out, log_sums = jax.tree.map(lambda x: x.reshape(batch * rows, *x.shape[2:]), results)
     return out, log_sums

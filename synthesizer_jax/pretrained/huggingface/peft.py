@@ -90,7 +90,7 @@ def _named_base(folder: pathlib.Path) -> pathlib.Path:
     if not isinstance(name, str):
         raise ValueError(
             f"base_model_name_or_path in {path} is {format_value(name)}, but it must be the folder "
-            "of the model, or its OWNER/NAME on the Hugging Face Hub. Write one of these there."
+            "of the model, or its OWNER/NAME on the Hugging Face hub. Write one of these there."
         )
     base = storage_path(name).expanduser()
     try:
@@ -105,8 +105,8 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     A parameter is changed when it is read. If the base model is an `Encoder`, tensors of the
     decoder are ignored.
 
-    In transformers, several modules may share one embedding. PEFT can change each of these modules
-    differently. The model that is returned then has one parameter for each of them.
+    In transformers, several modules may share one embedding, and PEFT can change each of these
+    modules differently. In this case, the returned model has one parameter for each module.
 
     Raises:
       FileNotFoundError: if the folder has no safetensors file.
@@ -216,24 +216,22 @@ class _Adapters:
     def _sites(
         self, c: Correspondence, modules: Sequence[str], changes: Sequence[Change]
     ) -> list[tuple[Site, Change]]:
-        """Returns the changes of the parameter, or of the parameters that it becomes.
+        """Returns the changed parameters that are made from one parameter of the base model.
 
         If modules that share an embedding are changed differently, the model gets an embedding for
         the encoder, or an output projection.
 
         Args:
-          c: the parameter.
+          c: the parameter of the base model.
           modules: the modules that hold the parameter.
           changes: the changes of the modules.
         """
-        of_module = dict(zip(modules, changes, strict=True))
-        # The module whose change the parameter itself gets. The decoder comes first, if there is
-        # one.
-        first = modules[0]
+        # The parameter itself gets the change of the first module. If several modules of a T5 hold
+        # the parameter, the first module belongs to the decoder.
+        first, *others = modules
         sites = [] if changes[0] == Change() else [(Site(c, c.path), changes[0])]
-        for module in modules[1:]:
-            change = of_module[module]
-            if change.is_same(of_module[first]):
+        for module, change in zip(others, changes[1:], strict=True):
+            if change.is_same(changes[0]):
                 continue
             if t5gemma2.is_t5gemma2(self._base):
                 self.problems.append(
@@ -282,7 +280,7 @@ class _Adapters:
                 continue
             if tensor.shape != shape:
                 self.problems.append(
-                    f"{name} has the shape {tensor.shape}, but that of the base is {shape}"
+                    f"{name} has the shape {tensor.shape}, but in the base its shape is {shape}"
                 )
             elif tensor.dtype not in FLOATS:
                 self.problems.append(
@@ -306,15 +304,15 @@ class _Adapters:
 
         embeds = is_embedding(module)
         inputs, outputs = shape if embeds else shape[::-1]
-        what = " and ".join(names)
+        both = " and ".join(names)
         if a is None or b is None or not _are_update(a, b, inputs, outputs):
-            self.problems.append(f"{what} do not fit {c.name}, which has the shape {shape}")
+            self.problems.append(f"{both} do not fit {c.name}, which has the shape {shape}")
             return change
         rank = a.shape[0]
         expected = self._config.rank_of(self._full_name(module))
         if expected not in (None, rank):
             self.problems.append(
-                f"{what} have the rank {rank}, but the configuration says {expected}"
+                f"{both} have the rank {rank}, but the configuration says {expected}"
             )
         if self._config.has_magnitudes != (magnitude is not None):
             self.problems.append(
@@ -366,7 +364,7 @@ class _Adapters:
         return module
 
     def _check_targets(self, modules: Sequence[str]) -> None:
-        """Adds a problem if the updates are not of the modules that the configuration selects."""
+        """Adds problems if the configuration selects other modules than those with updates."""
         config, updated = self._config, self._updated
         if config.targets is None:
             return
@@ -394,13 +392,9 @@ class _Adapters:
             f"{update_names(name)[0]} exists, but target_modules does not select {name}"
             for name in sorted(updated - selected)
         ]
-        if not (selected or updated or self._base_is_encoder):
+        # If the base is only an encoder, all adapters may belong to the decoder.
+        if not (selected or updated or isinstance(self._base, Encoder)):
             self.problems.append("target_modules selects no module of the base")
-
-    @property
-    def _base_is_encoder(self) -> bool:
-        """Whether the base model is only an encoder, so that the adapters may be of the decoder."""
-        return isinstance(self._base, Encoder)
 
     def _share_embedding(self) -> None:
         """Copies the tensor ``shared.weight`` of a T5 to the modules that share the embedding.

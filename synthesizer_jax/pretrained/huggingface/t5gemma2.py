@@ -44,10 +44,13 @@ from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
 
 PREFIX = "model.encoder."
-"""The prefix of the encoder's tensors in whole models. The names in encoders lack this prefix."""
+"""The prefix of the encoder's tensors in a whole model.
+
+If a folder contains only the encoder, the names of its tensors do not have this prefix.
+"""
 
 _TEXT_MODULE = "model.encoder.text_model."
-"""The prefix of the encoder's parameters in the modules of a whole model."""
+"""The prefix of the encoder's parameters in PyTorch's module of a whole model."""
 
 EMBEDDING = "model.encoder.embed_tokens.weight"
 """The name of the embedding, which is also the decoder's embedding and the output projection."""
@@ -60,13 +63,13 @@ COPIES = {
     t5gemma.OUTPUT: EMBEDDING,
     "model.decoder.embed_tokens.eoi_embedding": END_OF_IMAGE_VECTOR,
 }
-"""Maps the names of copies that a folder may contain to the names of the tensors."""
+"""Maps the names of copies of tensors, which a folder may contain, to the original names."""
 
 DECODER_EMBEDDING = "model.decoder.embed_tokens"
 """The module of the decoder that shares the encoder's embedding."""
 
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
-"""How the names of the tensors that only images need begin, in the encoder."""
+"""The prefixes of the encoder's tensors that are only needed for images."""
 
 VISION_MODULES = [
     f"model.encoder.vision_tower.encoder.layers.0.{name}"
@@ -232,12 +235,12 @@ class _Stack:
         has_window: list[bool] = []
         window = 1
         for run in stack.runs:
-            other = run.block.self_mixer
-            dot = getattr(other, "alignment", None)
+            run_mixer = run.block.self_mixer
+            dot = getattr(run_mixer, "alignment", None)
             if not isinstance(dot, DotProduct) or not dot.scale:
                 path = f"{name}.layers.{len(has_window)}.self_mixer.alignment"
                 raise ValueError(other_part(path, type(dot).__name__))
-            limit = getattr(other, "window", None)
+            limit = getattr(run_mixer, "window", None)
             dots.setdefault(limit is not None, dot)
             has_window += [limit is not None] * run.repeats
             if isinstance(limit, tuple):
@@ -322,9 +325,9 @@ class T5Gemma2:
         with describing(path, f"Give the folder of a {TAKEN}."):
             is_whole = data.get("model_type") != T5GEMMA2_ENCODER
             name = "encoder.text_config" if is_whole else "text_config"
-            parts = (data.get("encoder") or {}) if is_whole else data
-            text = parts.get("text_config") or {}
-            if not text and parts.get("vision_config"):
+            encoder_data = (data.get("encoder") or {}) if is_whole else data
+            text = encoder_data.get("text_config") or {}
+            if not text and encoder_data.get("vision_config"):
                 raise ValueError("it describes a vision tower and no text model")
             encoder = _Stack.read(text, name)
             decoder = None
@@ -342,19 +345,19 @@ class T5Gemma2:
                     "T5Gemma 2 has only one embedding"
                 )
             rates = {n: data.get(n, 0.0) for n in ("dropout_rate", "attention_dropout")}
-            end_of_image = parts.get("eoi_token_index", END_OF_IMAGE)
+            end_of_image = encoder_data.get("eoi_token_index", END_OF_IMAGE)
             check_types(cls, {"end_of_image": end_of_image, **rates})
 
         # Ids at the top level of the configuration take precedence over ids of the text model. The
         # first input of the decoder is BOS, unless the configuration names a different id.
         ids = {name: fields.get(name) for name in IDS}
         ids.update(data)
-        unsaid = SpecialIds(start=(decoder or encoder).bos_token_id)
+        default_ids = SpecialIds(start=(decoder or encoder).bos_token_id)
         return cls(
             encoder,
             None if encoder_only else decoder,
             end_of_image,
-            ids=read_ids(folder, ids, unsaid),
+            ids=read_ids(folder, ids, default_ids),
             **rates,
         )
 
@@ -452,8 +455,9 @@ def _check_same_sizes(encoder: _Stack, decoder: _Stack) -> None:
 
 
 def is_t5gemma2(model: nn.Module) -> bool:
-    """Returns whether queries of the encoder are normalized, as in a T5Gemma 2.
+    """Returns whether the encoder normalizes its queries and the outputs of its layers.
 
+    Among the models of transformers that this package supports, only T5Gemma 2 does both.
     `T5Gemma2.of` checks the other parts of the model.
     """
     if not t5gemma.has_output_norm(model):
@@ -463,7 +467,7 @@ def is_t5gemma2(model: nn.Module) -> bool:
 
 
 def is_of_images(name: str) -> bool:
-    """Returns whether a text does not need the tensor with a name."""
+    """Returns whether the tensor with this name is only needed for images."""
     return name.removeprefix(PREFIX).startswith(_OF_IMAGES)
 
 
