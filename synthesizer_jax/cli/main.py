@@ -197,7 +197,7 @@ def _one_line_message(error: BaseException) -> str:
     probably repeats the contents of a file. The message of a plain `RuntimeError` or `ImportError`
     is followed by a hint on how to see the traceback, because the message may not say enough.
     """
-    # An error with a sentence of this package has no name.
+    # If this package raises the error itself, the error has a complete message and no name.
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         extra = _extra_of(error.name)
         if extra is not None:

@@ -37,6 +37,10 @@ REMEDY = "Copy the file again, or install a newer version of tokenizers if the f
 """Tells users in error messages what to do if the library cannot read a tokenizer."""
 
 _SENTINEL = re.compile(r"▁?<extra_id_\d+>")
+"""Matches sentinels."""
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""Matches the tokens that stand for single bytes."""
 
 
 class Backend:
@@ -48,16 +52,16 @@ class Backend:
 
     Attributes:
       vocab_size: the number of ids of the model, by default the largest token id plus one.
-      required_size: the number of ids that a model of texts needs. Special tokens with larger ids
-        are neither EOS nor put before or after texts.
+      required_size: the number of ids that a model needs to process texts. All tokens beyond these
+        ids are special tokens, and they are neither EOS nor put before or after texts.
       around: the ids that the post-processor of the tokenizer puts before and after a text.
       unk_id: the id for text that no token covers, or −1 if there is no such id.
       eos_id: the id of the end of a text.
       special: the ids of special tokens, which are not part of a text. Sentinels are not among
         them.
       splits_special: whether special tokens in a text are split like other text.
-      added: the fields of the tokens that the ``tokenizer.json`` lacks, and that the configuration
-        adds.
+      added: the tokens that the configuration adds to the ``tokenizer.json``, as the fields of each
+        token.
     """
 
     def __init__(self, path: pathlib.Path, files: Mapping[str, bytes], *, size: int | None = None):
@@ -178,7 +182,7 @@ class Backend:
         if self.around[1]:
             return self.around[1][-1]
         raise ValueError(
-            f"{path} does not tell which token is EOS. Write a {TOKENIZER_CONFIG} with the field "
+            f"{path} does not say which token is EOS. Write a {TOKENIZER_CONFIG} with the field "
             "eos_token into the same folder."
         )
 
@@ -228,12 +232,13 @@ class Backend:
         """Returns the bytes that each id adds to a text; see `Vocabulary.token_bytes`."""
         names = {i: name for name, i in self._ids.items()}
         steps = _decoder_steps(self._data.get("decoder"))
+
+        # If tokens are decoded one by one, most decoders drop the space before a word. The text of
+        # a token after another token is therefore found by decoding both.
         anchor = next(
             (i for i in sorted(names) if i not in self.special and self.decode([i]).isalpha()), None
         )
         before = [] if first or anchor is None else [anchor]
-        # If tokens are decoded one by one, most decoders drop the space before a word. The text of
-        # a token after another token is therefore found by decoding both.
         length = len(self.decode(before).encode())
 
         def convert(i: int) -> bytes:
@@ -255,7 +260,7 @@ class Backend:
 
 
 def import_library(path: pathlib.Path) -> ModuleType:
-    """Imports the library ``tokenizers``, which reads the file `path`.
+    """Imports the library ``tokenizers``. The error message names `path`, the file to be read.
 
     Raises:
       ModuleNotFoundError: if the library is not installed.
@@ -313,7 +318,7 @@ def _read_settings(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[int
 
 
 def _fields_of_token(token: Any) -> dict[str, Any]:
-    """Returns the arguments of the library's class for an added token.
+    """Returns the arguments with which the library creates an added token.
 
     In a configuration, a token is a string or an object.
     """
@@ -339,10 +344,6 @@ def _decoder_steps(decoder: Mapping[str, Any] | None) -> set[str]:
         return set()
     steps = decoder.get("decoders", ())
     return {decoder["type"]}.union(*map(_decoder_steps, steps))
-
-
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""Matches the tokens that stand for single bytes."""
 
 
 @functools.cache

@@ -68,14 +68,14 @@ class Tokenizer(FileVocabulary):
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns what is sent to other processes, which read the files again."""
+        """Returns only the fields, so that other processes read the files again."""
         return {"path": self.path, "size": self.size}
 
     def for_rows(self, rows: int) -> Tokenizer:
-        """Returns the vocabulary for a model whose embedding has a number of rows.
+        """Returns the vocabulary for a model whose embedding has `rows` rows.
 
-        If only special tokens that texts do not need have larger ids, the result refuses texts with
-        these tokens. If other tokens have larger ids, the vocabulary is returned unchanged.
+        If all tokens without a row are special tokens that texts do not need, the result refuses
+        texts with these tokens. If another token has no row, the vocabulary is returned unchanged.
         """
         if self.vocab_size <= rows or self.backend.required_size > rows:
             return self
@@ -167,5 +167,5 @@ def is_tokenizer(name: str) -> bool:
 def _load_backend(
     path: pathlib.Path, files: Sequence[tuple[str, bytes]], size: int | None
 ) -> Backend:
-    """Returns the tokenizer in some files. Equal files are read only once."""
+    """Reads a tokenizer; see `Backend` for the arguments. Equal files are read only once."""
     return Backend(path, dict(files), size=size)

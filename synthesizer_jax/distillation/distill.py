@@ -341,8 +341,8 @@ class DistillationTrainer(Trainer):
         """Returns the variables with which the student starts.
 
         The student starts with copies of the teacher's arrays. If the teacher has no array with the
-        same path and shape, the student's array is newly initialized. In merged attention, the
-        memory's alignment starts as the alignment that the memory shared in the teacher.
+        same path and shape, the student's array is newly initialized. In merged attention, a
+        new alignment of the memory starts as a copy of the alignment that the teacher shares.
         """
         of_teacher = dict(jax.tree.leaves_with_path(self.variables))
         shared = jax.tree_util.DictKey("align")

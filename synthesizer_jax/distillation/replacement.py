@@ -47,7 +47,7 @@ class Replacement:
 
     Attributes:
       by: the new mixer. If `by` is an alignment, the existing attention is kept but uses this
-        alignment. In merged attention, the alignment is that of the decoder's own tokens.
+        alignment. In merged attention, `by` replaces the alignment of the decoder's own tokens.
       place: the mixer to replace. ``"encoder"`` and ``"decoder"`` stand for the self-attention of
         these stacks, and ``"cross"`` stands for the decoder's cross-attention.
       scope: the part of a layer that is replaced. ``"mixer"`` replaces only the mixer (ALR, ALSR,

@@ -246,7 +246,7 @@ class AttentionBase(Mixer):
     ) -> Terms:
         """Returns the terms that the alignment computes from queries and attended tokens.
 
-        The argument `align` is the bound alignment, if the caller needs it as well.
+        If the caller has already bound the alignment, it passes the bound alignment as `align`.
         """
         keys = jax.tree.leaves(values)[0] if self.shared_key_value else attended
         align = self._bound_alignment() if align is None else align

@@ -90,7 +90,7 @@ class Mixer(nn.Module):
         shared.
       reads_memory: whether the mixer is self-attention that also attends to a memory, as
         `MergedAttention` does. Such a mixer always takes `kv`, which is the memory, and a second
-        mask for it. It takes the place of both mixers of a decoder block.
+        mask for it. In a decoder block, it replaces both self-attention and cross-attention.
     """
 
     has_cross_attention: ClassVar[bool] = False

@@ -98,7 +98,7 @@ class LayerCache:
         rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)  # [b · n]
 
         def reorder(x: jax.Array) -> jax.Array:
-            """Copies the row of another beam for each row."""
+            """Replaces each row by the row of the beam whose past it takes over."""
             return x[rows]
 
         if _can_share(own):
@@ -108,7 +108,7 @@ class LayerCache:
     def _map_cross(
         self, function: Callable[[jax.Array], jax.Array], self_attention: MixerCache
     ) -> LayerCache:
-        """Returns the cache with a new self-attention, and with a function applied to the rest.
+        """Replaces the cache of self-attention, and applies a function to that of cross-attention.
 
         The function is not applied to shared caches of cross-attention.
         """

@@ -57,7 +57,7 @@ class StackSettings:
         even, the window reaches one token further after the query than before it.
       windowed: the rotary positions of layers with a window.
       unlimited: the rotary positions of layers without a window.
-      scale: factor of the logits of attention.
+      scale: factor of the attention logits.
       activation: the activation of the feed-forward layers, which are gated.
       epsilon: the constant ε of all norms.
       dropout_rate: the dropout rate everywhere except on attention weights.

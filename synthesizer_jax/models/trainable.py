@@ -77,7 +77,9 @@ class Trainable(Generic[Model]):
         return variables
 
     def merge_for_evaluation(self, variables: Variables, base: Variables) -> Variables:
-        """Returns the variables for evaluations during training, in which each is read many times.
+        """Returns the variables for an evaluation during training.
+
+        An evaluation reads each variable many times.
 
         The arguments are the same as those of `merge`.
         """

@@ -31,7 +31,9 @@ class Update(Protocol):
         """Returns the shape and the logical axes of every array of the update, by name."""
 
     def init(self, keys: Mapping[str, jax.Array], base: jax.Array) -> dict[str, jax.Array]:
-        """Returns the initial arrays by name, with which `apply` returns the parameter of the base.
+        """Returns the initial arrays by name.
+
+        With the initial arrays, `apply` returns the parameter of the base.
 
         Args:
           keys: a random key for every name in `leaves`.
@@ -161,7 +163,7 @@ class LowRankUpdate:
         return factor * updated
 
     def _norm(self, kernel: jax.Array) -> jax.Array:
-        """Returns the norm of every output over the inputs. The input axes have the size 1."""
+        """Returns the norm of every output over the inputs, which become axes of size 1."""
         inputs = tuple(range(self._first_input, self._first_output))
         return jnp.sqrt(jnp.sum(jnp.square(kernel), inputs, keepdims=True))
 
@@ -214,7 +216,8 @@ class TokenEntries:
         """Returns the shape and the logical axes of the entries."""
         pairs = list(zip(self.array.shape, self.axes, strict=True))
         shape = tuple(len(self.tokens) if axis == "vocab" else size for size, axis in pairs)
-        # The few entries are not sharded by token, because their number divides no mesh axis.
+        # The entries are few, and their number is usually not divisible by the size of a mesh axis,
+        # so they are not sharded by token.
         axes = tuple(None if axis == "vocab" else axis for _, axis in pairs)
         return {ENTRIES: (jax.ShapeDtypeStruct(shape, self.array.dtype), axes)}
 

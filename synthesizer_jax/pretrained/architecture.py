@@ -42,8 +42,8 @@ class Pretrained(NamedTuple):
       vocabulary: the vocabulary, or `None` if the checkpoint has no supported vocabulary.
       origin: the path of the checkpoint, or ``OWNER/NAME@COMMIT`` for a model of the Hugging Face
         Hub.
-      folder: the folder or file from which the checkpoint is read, or `None` if it is not opened
-        yet.
+      folder: the folder or file from which the checkpoint is read, or `None` until
+        `open_pretrained` sets it.
     """
 
     model: EncoderDecoder | Encoder

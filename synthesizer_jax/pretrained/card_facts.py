@@ -1,4 +1,4 @@
-"""Defines what is known about an exported model: facts of its run, and facts from the user."""
+"""Defines `Facts`, which are known about an exported model from its run or from the user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRANSFORMERS, PEFT, OURS = LIBRARIES = ("transformers", "peft", "synthesizer_jax
 
 @dataclasses.dataclass(frozen=True)
 class Details:
-    """Facts about an exported model that its run may not know. The user's facts take precedence.
+    """Facts about an exported model that a user gives. They take precedence over the run's facts.
 
     Attributes:
       name: the name ``OWNER/NAME`` that the model will have on the hub. The default is the name of
@@ -61,12 +61,12 @@ class Details:
 
 
 NO_DETAILS = Details()
-"""The details of a user who adds nothing to what the run knows."""
+"""The details if the user gives none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """All that the model card of an exported run is made from.
+    """All facts from which the model card of an exported run is made.
 
     Attributes:
       experiment: the experiment of the run.
@@ -117,7 +117,7 @@ class Facts:
     def tasks(self) -> list[Task]:
         """The tasks on which the model was trained, if they are known.
 
-        Imported tasks are only known in the directory of their data, and have no entry.
+        Imported tasks are not known, because only the directory of their data describes them.
         """
         if not self.step:
             return []

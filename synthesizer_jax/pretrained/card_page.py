@@ -27,7 +27,7 @@ _KINDS = {
 """Maps each ``model_type`` of transformers to the name of the kind of model."""
 
 _EXAMPLE = "This is a text."
-"""A text for the places in the form of a task's inputs."""
+"""The text that replaces each ``…`` in the form of a task's inputs."""
 
 
 def sections(facts: Facts) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _kind_of_adapters(lora: LoRA) -> str:
 
 
 def _has_ranks(lora: LoRA) -> bool:
-    """Returns whether adapters contain low-rank updates, and not only complete parameters."""
+    """Returns whether adapters contain low-rank updates."""
     return lora.targets is not None or lora.embeddings is not None
 
 
@@ -241,7 +241,7 @@ def _score_text(facts: Facts) -> str:
     evaluation = facts.experiment.evaluation
     text = (
         "The metrics of T5's tasks are in percent here. In the fields of this card, a score has "
-        "the scale of the hub's metric, for example 0 to 1 for the accuracy."
+        "the scale of the hub's metric, for example 0 to 1 for accuracy."
     )
     if evaluation.method == RANK:
         text += (

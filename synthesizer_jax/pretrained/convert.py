@@ -50,7 +50,7 @@ def convert_checkpoint(
     most two parameters are in memory at a time. The directory is created only when all of its files
     are complete. The file ``events.jsonl`` of the run contains the event ``converted``, which names
     the source. If the source is a model from the hub, the event also names the commit. The file
-    ``source.json`` contains what a model card says about the source; see `training.source`.
+    ``source.json`` records the published model for later model cards; see `training.source`.
 
     Args:
       source: the checkpoint; see `open_pretrained`. If the source is a run, the new run has the

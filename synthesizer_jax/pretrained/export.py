@@ -79,7 +79,7 @@ def export_run(
         of the lengths above.
       beams: the number of beams with which the StableHLO programs decode. With 1 beam, decoding is
         greedy.
-      details: what the model card says about the model in addition to what the run knows.
+      details: facts for the model card that the run does not record.
       phase: a function that reports progress.
 
     Raises:

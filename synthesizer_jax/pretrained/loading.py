@@ -60,10 +60,9 @@ def load(
 
     Args:
       path: the model. The path may be a run directory, ``RUN/checkpoints/STEP``, or a folder of
-        Hugging Face transformers with a T5 or with the encoder of a T5. Of a T5Gemma 2, only the
-        tensors that texts need are read, and not its vision tower. The folder must contain a
-        tokenizer. In a pipeline of diffusers, the tokenizer is in a folder beside the model
-        instead.
+        Hugging Face transformers with a T5 or with the encoder of a T5. If the model is a
+        T5Gemma 2, its vision tower is not read. The folder must contain a tokenizer. In a pipeline
+        of diffusers, the tokenizer is in a folder beside the model instead.
         If ``huggingface_hub`` is installed, `path` can also be the name ``OWNER/NAME`` of a model
         on the Hugging Face Hub. The name may end with a folder inside the repository, as in
         ``black-forest-labs/FLUX.1-dev/text_encoder_2``.

@@ -61,8 +61,8 @@ class Int8Array(ComputedParameter):
 
     Attributes:
       values: the integers, with the shape of the parameter.
-      scale: the factors, in the dtype of the parameter. The axes over which a channel extends have
-        size 1.
+      scale: the scale of each channel, in the dtype of the parameter. All axes inside a channel
+        have size 1.
     """
 
     values: PyTree
@@ -105,7 +105,7 @@ def abstract_int8(x: jax.ShapeDtypeStruct, axes: Axes) -> tuple[Int8Array, Int8A
 
 
 def is_channel_axis(axes: Axes) -> tuple[bool, ...]:
-    """Returns for each axis of a kernel or an embedding whether its channels are divided by it.
+    """Returns, for each axis of a parameter, whether its entries belong to different channels.
 
     A channel of an embedding or of an output projection belongs to one token. A channel of any
     other kernel belongs to one output of its layer; see `first_output_axis`. Scanned layers have

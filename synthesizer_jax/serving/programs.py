@@ -91,8 +91,8 @@ def write_directory(
 
     Raises:
       ValueError: the model has fewer positions than `limits` demands, cannot be exported, or has
-        parameters that are not float32. The error is also raised if the vocabulary has an
-        unknown type.
+        parameters that are not float32. The error is also raised if the type of the vocabulary is
+        not supported.
     """
     parameters = traverse_util.flatten_dict(variables, sep="/")
     for name, x in parameters.items():

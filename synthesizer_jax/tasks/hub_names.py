@@ -1,4 +1,4 @@
-"""What the Hugging Face hub calls the data sets, languages and metrics of tasks.
+"""The names of data sets, languages and metrics on the Hugging Face hub.
 
 Model cards use these names, because the hub links and compares models by them.
 """
@@ -28,7 +28,7 @@ class HubData(NamedTuple):
     Attributes:
       name: the name of the data set, ``OWNER/NAME``.
       config: the name of the configuration. `None` means that the hub's data set has only one
-        configuration, or that its configurations are not those of TFDS.
+        configuration, or that its configurations have other names than in TFDS.
     """
 
     name: str
@@ -84,7 +84,7 @@ def data_of(task: Task) -> HubData | None:
 
 
 def languages_of(task: Task) -> tuple[str, ...]:
-    """Returns the codes of the languages of a task's texts, or no codes if they are not known."""
+    """Returns the codes of the languages of a task's texts, or `()` if they are not known."""
     if pair := _PAIR.fullmatch(task.dataset):
         return pair.groups()
     return ("en",) if task.dataset.partition("/")[0] in _ENGLISH else ()
@@ -105,7 +105,7 @@ class HubMetric(NamedTuple):
     Attributes:
       name: the name of the metric.
       scale: the number by which a score of this package is multiplied. Many of the hub's metrics
-        are between 0 and 1, and the metrics of T5's tasks are in percent.
+        are between 0 and 1, but the metrics of T5's tasks are in percent.
     """
 
     name: str

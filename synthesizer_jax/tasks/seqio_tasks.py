@@ -256,8 +256,8 @@ def _python_vocabulary(vocabulary: Vocabulary) -> seqio.Vocabulary:
 
         @property
         def vocab_size(self) -> int:
-            # For T5's preprocessors, the last id is the first sentinel. Other tokens may have been
-            # added after it.
+            # T5's preprocessors use the last id as the first sentinel. Tokens that were added after
+            # the sentinels are therefore not counted.
             return vocabulary.first_sentinel + 1
 
         def __eq__(self, other: object) -> bool:

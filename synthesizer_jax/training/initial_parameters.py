@@ -218,7 +218,7 @@ def read_initial_variables(
     layout = None
     if mesh is not None:
         layout = layout_over(saved.model, saved.example, mesh)
-    # If the models are equal and no rule applies, all variables are restored as they are.
+    # If the models are equal and there are no rules, all variables are restored unchanged.
     is_restored = saved.model == experiment.model and not experiment.init_rules
     step, variables = restore_run(
         directory, step=step, layout=layout, convert=convert if is_restored else None

@@ -25,7 +25,7 @@ class Source:
     """A published model from which the parameters of a run come.
 
     Attributes:
-      model: the name ``OWNER/NAME`` on the Hugging Face Hub, or None if it is not known.
+      model: the name ``OWNER/NAME`` on the Hugging Face hub, or None if it is not known.
       commit: the commit of the model on the hub, or None if it is not known.
       unchanged: whether the run's parameters at step 0 are the parameters of the model. If it is
         false, they have been trained, averaged or changed since.
@@ -63,7 +63,7 @@ def read_source(directory: pathlib.Path) -> Source:
     """Reads ``source.json`` from a run directory, or returns `UNKNOWN` if there is no such file.
 
     Raises:
-      ValueError: the file is damaged.
+      ValueError: if the file is damaged.
     """
     path = directory / SOURCE_FILE
     if not path.is_file():
@@ -79,8 +79,8 @@ def find_source(experiment: Experiment, directory: pathlib.Path) -> Source:
     """Returns the source of a run that is about to be trained.
 
     A run that continues keeps its source, because the run from which it started may have been
-    deleted. A new run has the source of the run in `Experiment.init_from`. The parameters are
-    unchanged only if they are those of a converted run, at step 0.
+    deleted. A new run has the source of the run in `Experiment.init_from`. The field `unchanged`
+    is only true if the new run starts from step 0 of a converted run.
     """
     if has_begun(directory):
         return read_source(directory)

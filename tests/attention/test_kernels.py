@@ -227,7 +227,8 @@ def test_static_kernels_with_every_kind_of_mask(name, names):
 def test_static_kernels_sum_over_several_programs(name, names):
     """The cotangents of the bias are sums over examples that different programs compute.
 
-    Heads that are so wide fill the columns of a product, so a program computes one example.
+    The heads are so wide that one example fills the columns of a matrix product, so every program
+    computes only one example.
     """
     mask, q = (CROSS | OWN)[name]
     width = static_tpu_geometry.PRODUCT_COLUMNS

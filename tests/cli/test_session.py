@@ -140,7 +140,7 @@ SESSION = [
     (
         "convert runs/mine runs/mixture --vocabulary a.json --extra-ids 3",
         2,
-        "--extra-ids is 3, but a.json contains its sentinels",
+        "--extra-ids is 3, but a.json already contains its sentinels",
     ),
     (
         "data prepare others --data-dir DATA --vocabulary a.json --bos",

@@ -1,4 +1,4 @@
-"""Makes T5Gemma 2's files, and implements its blocks in NumPy after their public definition."""
+"""Makes the files of a T5Gemma 2, and implements its public definition in NumPy."""
 
 from __future__ import annotations
 

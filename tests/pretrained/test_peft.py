@@ -177,7 +177,7 @@ def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
             base,
             updates,
             {"layers_pattern": 3},
-            "layers_pattern is 3, but it must be text or a list",
+            "layers_pattern is 3, but it must be a string or a list",
         ),
         (
             base,

@@ -386,7 +386,7 @@ BAD_TEMPLATE = {
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
             "cannot be read by the package tokenizers: Precompiled",
         ),
-        ({"added_tokens": []}, "the token '</s>' must|does not tell|cannot be read"),
+        ({"added_tokens": []}, "the token '</s>' must|does not say|cannot be read"),
         (
             {"added_tokens": [{"id": 2 * 10**9, "content": "x", "special": True}]},
             "cannot be read",
@@ -416,7 +416,7 @@ def test_an_unknown_end_and_other_sentinels_give_one_sentence(tmp_path):
     assert Tokenizer(str(file)).eos_id == 2  # the post-processor adds it
     change_json(file, post_processor=None)
     with pytest.raises(
-        ValueError, match=r"does not tell which token is EOS\. Write a tokenizer_conf"
+        ValueError, match=r"does not say which token is EOS\. Write a tokenizer_conf"
     ):
         Tokenizer(str(file)).build()
     change_json(config, eos_token={"content": "</s>"})

@@ -66,7 +66,7 @@ def source(tmp_path_factory):
     ],
 )
 def test_a_parameter_is_rounded_to_the_nearest_of_255_multiples(axes, channels):
-    """Each channel is rounded to the nearest multiple of its largest absolute value / 127."""
+    """Each channel is rounded to multiples of its largest absolute value, divided by 127."""
     rng = np.random.default_rng(0)
     shape = tuple(range(4, 4 + len(axes)))
     x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape[-1:]))

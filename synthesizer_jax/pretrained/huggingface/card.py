@@ -29,16 +29,21 @@ LICENSE = r"[a-z0-9][a-z0-9.+-]*"
 """Matches the hub's names of licenses, such as ``apache-2.0``."""
 
 _FIELDS = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)(.*)", re.DOTALL)
+"""Matches a card. The groups are the YAML of the fields, and the text below them."""
+
 _ORIGIN = re.compile(rf"({MODEL_NAME})@([0-9a-f]+)(/.*)?")
+"""Matches the origin ``OWNER/NAME@COMMIT`` of a model on the hub; see `Pretrained.origin`."""
+
 _LONGEST = 1 << 20
+"""The largest number of bytes of a card that are read."""
 
 
 def read_card(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
     """Returns the fields of a folder's model card, and the text below them.
 
-    All scalars are strings, so that the language ``no`` is not read as a boolean. A folder without
-    a card, or with a card whose fields are not valid YAML, has no fields, because a model can be
-    used without its card.
+    All scalars are strings, so that the language ``no`` is not read as a boolean. If the folder has
+    no card, or if the fields are not valid YAML, the result has no fields. This is not an error,
+    because a model can be used without its card.
     """
     path = folder / CARD
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""How PEFT changes the tensor of one module, and how the changed parameter is read."""
+"""Defines `Change`, which applies the adapters of PEFT to one parameter when it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from synthesizer_jax.pretrained.tensors import Correspondence, Tensor, read_para
 
 
 class Change(NamedTuple):
-    """How PEFT changes the tensor W ``[rows, columns]`` of one module of transformers.
+    """The change that PEFT makes to the tensor W ``[rows, columns]`` of a module of transformers.
 
     The attributes are in the order in which they apply.
 
@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
         Args:
           params: the parameters of the base model.
-          site: the place of the parameter.
+          site: describes the changed parameter.
         """
         base = params[site.base]
         if site.is_transposed:
@@ -72,7 +72,7 @@ class Change(NamedTuple):
 
         Args:
           base: the parameter without the change.
-          site: the place of the parameter.
+          site: describes the changed parameter.
           part: the part to read.
         """
         layout = site.correspondence.layout
@@ -135,12 +135,12 @@ def transposed(tensor: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """The place of a changed parameter.
+    """A changed parameter, and the parameter of the base model from which it is made.
 
     Attributes:
-      correspondence: the parameter and its tensor in transformers.
-      base: the path of the parameter of the base model that is changed.
-      is_transposed: whether the parameter is the transpose of the parameter of the base model.
+      correspondence: the changed parameter and its tensor in transformers.
+      base: the path of the parameter of the base model.
+      is_transposed: whether the changed parameter has the transposed shape.
     """
 
     correspondence: Correspondence

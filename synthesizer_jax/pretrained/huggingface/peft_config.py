@@ -42,8 +42,8 @@ OPTIONS: dict[str, tuple[object, ...]] = {
 
 Null is supported for all options except ``peft_type``. The modules of a T5 or T5Gemma have no
 biases, so all values of ``bias`` mean the same. With the supported values of ``init_lora_weights``,
-the base model is unchanged, so the tensors say everything. Other initializers, such as ``pissa``,
-subtract the initial update from the matrices of the base model.
+the base model is unchanged, so the tensors define the adapted model completely. Other initializers,
+such as ``pissa``, subtract the initial update from the matrices of the base model.
 """
 
 IGNORED = frozenset(
@@ -88,13 +88,13 @@ class PeftConfig:
 
     Attributes:
       alpha: determines the scale of the updates.
-      rank: the rank of the updates. None means that the tensors alone determine the rank.
+      rank: the rank of the updates. None means that only the tensors determine the rank.
       rank_stabilized: whether the scale is ``alpha / √rank`` instead of ``alpha / rank``.
       has_magnitudes: whether the updates have magnitudes (DoRA).
       rank_pattern: ranks that differ from `rank`, by regular expressions of modules.
       alpha_pattern: values that differ from `alpha`, by regular expressions of modules.
       targets: a regular expression of the modules that have updates, or the ends of their names.
-        None means that the tensors alone determine the modules.
+        None means that only the tensors determine the modules.
       excluded: a regular expression of modules that have no updates, or the ends of their names.
       layers: the indices of the layers whose modules have updates. None means all layers.
       layer_lists: regular expressions of the names of lists of layers. If there are none, `layers`
@@ -194,7 +194,8 @@ class PeftConfig:
         """Returns whether ``target_modules`` selects a module, in one of the selected layers."""
         if self.targets is None or not _matches(self.targets, module):
             return False
-        # The layers restrict only ends of names. Patterns and whole names say the layer themselves.
+        # `layers` only restricts targets that are ends of names. Regular expressions and complete
+        # names specify the layer themselves.
         if not self.layers or isinstance(self.targets, str) or module in self.targets:
             return True
         # An index is the first number in a name that follows the name of a list of layers.
@@ -247,12 +248,14 @@ def _names(data: Mapping[str, Any], name: str) -> str | tuple[str, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list | None) or not all(isinstance(x, str) for x in value or ()):
-        raise ValueError(f"{name} is {format_value(value)}, but it must be text or a list of texts")
+        raise ValueError(
+            f"{name} is {format_value(value)}, but it must be a string or a list of strings"
+        )
     return tuple(value or ())
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a tuple of names, which has one entry if `names` is text."""
+    """Returns a tuple of names, which has one entry if `names` is a string."""
     return (names,) if isinstance(names, str) else names
 
 

@@ -61,8 +61,8 @@ def write_adapters(
 ) -> None:
     """Writes the adapters of a run to an empty directory, in the format of PEFT.
 
-    The adapters have the names and shapes that fit the T5 of transformers. If the run has trained a
-    complete parameter, its module is named in ``modules_to_save``.
+    The tensors have the names and shapes that PEFT uses for the T5 of transformers. If the run has
+    trained a complete parameter, ``modules_to_save`` names its module.
 
     Args:
       folder: the empty directory.
@@ -193,12 +193,13 @@ class _Writer:
         for module in modules_of(c, self._model):
             name, module_ids, module_rows = module, ids, rows
             if not is_embedding(module):
-                # PEFT ignores the output projection if its ids are equal to those of the
-                # embedding, because it takes them for tied. Therefore, write another order.
+                # If the ids of the output projection are equal to those of the embedding, PEFT
+                # assumes that both are tied, and ignores the output projection. This is avoided by
+                # writing the ids in another order.
                 module_ids = ids[::-1] if len(ids) > 1 else ids * 2
                 module_rows = rows[::-1] if len(ids) > 1 else np.repeat(rows, 2, axis=0)
             elif not t5gemma.has_output_norm(self._model):
-                # PEFT ignores the whole names of the embeddings of a T5 for the same reason.
+                # For the same reason, PEFT would ignore the complete name of an embedding.
                 name = module.rpartition(".")[2]
             self._tokens[name] = module_ids
             self.tensors[rows_name(module)] = module_rows
@@ -217,7 +218,8 @@ class _Writer:
             )
         modules = all_modules(self._model)
         if t5gemma2.is_t5gemma2(self._model):
-            # The vision tower has modules with the same ends of names, which get no updates.
+            # Names of modules in the vision tower end in the same way, but these modules have no
+            # updates.
             modules += t5gemma2.VISION_MODULES
         return {
             "r": lora.rank,

@@ -57,7 +57,7 @@ Up to version 4 of transformers, the name of a tokenizer class may end in ``Fast
 """
 
 ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")
-"""General tokenizer classes of transformers 4 and 5, whose names do not tell the tokenizer."""
+"""General tokenizer classes of transformers 4 and 5, which can contain any kind of tokenizer."""
 
 _REMEDY = "Put the model's spiece.model beside it, or give one with --vocabulary."
 """Tells users in error messages what to do if a tokenizer cannot be read."""
@@ -90,7 +90,7 @@ def read_vocabulary(
       scratch: a directory in which the function may write the files of the vocabulary. The returned
         vocabulary has read these files.
       ids: the ids of the model.
-      rows: the number of rows in the model's embedding.
+      rows: the number of rows in the model's embedding. The default is larger than any embedding.
 
     Raises:
       ModuleNotFoundError: if the library ``tokenizers`` is needed, but is not installed.
@@ -142,7 +142,8 @@ def _read_bytes(
     """Returns the configuration of ByT5's vocabulary.
 
     Raises:
-      ValueError: if tokens were added. Transformers has no ``tokenizer.json`` for ByT5.
+      ValueError: if tokens were added. They cannot be read from a ``tokenizer.json``, because
+        transformers does not write this file for ByT5.
     """
     vocabulary = named_vocabulary(BYTES, extra_ids)
     token = _added_token(folder, fields, vocabulary.vocab_size)
@@ -235,7 +236,7 @@ def _obstacle(
 def _adds_only(data: Mapping[str, Any], token: str, path: pathlib.Path) -> bool:
     """Returns whether the template of a ``tokenizer.json`` adds only BOS, or only EOS, to a text.
 
-    Tokenizers without a template pass.
+    The result is also true if the tokenizer has no template.
 
     Args:
       data: the content of the file.
@@ -247,8 +248,8 @@ def _adds_only(data: Mapping[str, Any], token: str, path: pathlib.Path) -> bool:
         if processor.get("type") != "TemplateProcessing":
             return True
         found = [next(iter(step)) for step in processor["single"]]
-    expected = ["Sequence", "SpecialToken"]
-    return found == (expected[::-1] if token == "BOS" else expected)
+    text, special = "Sequence", "SpecialToken"
+    return found == ([special, text] if token == "BOS" else [text, special])
 
 
 def _added_token(folder: pathlib.Path, fields: Mapping[str, Any], size: int) -> str | None:
@@ -297,7 +298,7 @@ def tokenizer_folder(folder: _Path) -> _Path:
 def named_vocabulary(name: str, extra_ids: int | None = None) -> AnyVocabulary:
     """Returns the configuration of a vocabulary, given its file or the word ``bytes``.
 
-    Inputs begin with BOS in the vocabulary of Gemma.
+    The contents of a SentencePiece file determine whether inputs begin with BOS, as for Gemma.
 
     Args:
       name: the path of a SentencePiece file or of a ``tokenizer.json``, or ``bytes``.
@@ -314,7 +315,8 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> AnyVocabulary:
     if is_tokenizer(name):
         if extra_ids is not None:
             raise ValueError(
-                f"--extra-ids is {extra_ids}, but {name} contains its sentinels. Leave it out."
+                f"--extra-ids is {extra_ids}, but {name} already contains its sentinels. Leave "
+                "--extra-ids out."
             )
         return Tokenizer(name)
     path = storage_path(name).expanduser()
