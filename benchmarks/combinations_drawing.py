@@ -299,7 +299,7 @@ def draw_training(draw: Draw, kind: str, start: str) -> list[str]:
 
 
 def draw_adapters(draw: Draw) -> dict[str, Any]:
-    """Returns the adapters of a run."""
+    """Returns the settings of a run's adapters, in the form of JSON."""
     targets = draw.choice([".*/(query|value)/kernel", ".*kernel", ".*/layers_[01]/.*/kernel"])
     adapters: dict[str, Any] = {
         "type": "LoRA",

@@ -184,7 +184,7 @@ def adapt(base: pathlib.Path, kind: str) -> Any:
     adapted = peft.get_peft_model(transformers.AutoModelForSeq2SeqLM.from_pretrained(base), config)
     parameters = dict(adapted.named_parameters())
     for name, parameter in parameters.items():
-        # The initial values of magnitudes and tokens are those of the base.
+        # Magnitudes and tokens start with the values of the base, so change them.
         if "magnitude" in name or "tokens_delta" in name:
             parameter.data += 0.1 * torch.randn_like(parameter)
         # A folder of transformers has only one embedding, so both stacks need the same updates.
