@@ -418,12 +418,13 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
 
 def _are_shareable(terms: Terms) -> bool:
     """Returns whether `beams.extend_for_beams` supports all terms of a self-attention layer."""
-    return all(
-        all(map(_are_shareable, term.groups))
-        if isinstance(term, Split)
-        else type(term) in (LowRank, Outer, Relative, Static)
-        for term in terms
-    )
+    for term in terms:
+        if isinstance(term, Split):
+            if not all(map(_are_shareable, term.groups)):
+                return False
+        elif type(term) not in (LowRank, Outer, Relative, Static):
+            return False
+    return True
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:

@@ -41,11 +41,9 @@ class Change(NamedTuple):
         """Returns whether two changes have the same effect."""
         tensors = [(self.whole, other.whole), (self.magnitude, other.magnitude)]
         tensors += zip(self.factors or (None, None), other.factors or (None, None), strict=True)
-        numbers = [
-            (x.scale, x.norm_axis if x.magnitude is not None else None) for x in (self, other)
-        ]
         return (
-            numbers[0] == numbers[1]
+            self.scale == other.scale
+            and (self.magnitude is None or self.norm_axis == other.norm_axis)
             and all(_are_same(x, y) for x, y in tensors)
             and _rows_by_token(self) == _rows_by_token(other)
         )

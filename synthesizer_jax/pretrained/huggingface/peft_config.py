@@ -131,6 +131,7 @@ class PeftConfig:
             _check_options(data)
             tokens = data.get("trainable_token_indices") or {}
             by_module = tokens if isinstance(tokens, dict) else {"": tokens}
+            is_without_targets = data.get("target_modules") is None
             config = cls(
                 alpha=float(data["lora_alpha"]),
                 rank=data.get("r"),
@@ -138,9 +139,7 @@ class PeftConfig:
                 has_magnitudes=bool(data.get("use_dora")),
                 rank_pattern=_mapping(data, "rank_pattern"),
                 alpha_pattern=_mapping(data, "alpha_pattern"),
-                targets=None
-                if data.get("target_modules") is None
-                else _names(data, "target_modules"),
+                targets=None if is_without_targets else _names(data, "target_modules"),
                 excluded=_names(data, "exclude_modules"),
                 layers=_indices(data.get("layers_to_transform")),
                 layer_lists=_as_tuple(_names(data, "layers_pattern")),
