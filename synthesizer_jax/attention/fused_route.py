@@ -147,8 +147,8 @@ def _attend_with_log_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output ``[b, q, h, e]`` and the log sums ``[b, q, h]``.
 
-    The log sum of a row is ``c + log l``, and its derivative by the logits is P. A cotangent dL of
-    the log sums therefore adds ``P ∘ dL`` to the cotangent of the logits::
+    The log sum of a row is ``c + log l``, and its derivative with respect to the logits is P. A
+    cotangent dL of the log sums therefore adds ``P ∘ dL`` to the cotangent of the logits::
 
       dS = P ∘ (dP - δ + dL)
 

@@ -206,6 +206,7 @@ SIZES = {
     "1b": T5Gemma2Size(1152, 26, 6912, 4, 1, 512),
     "4b": T5Gemma2Size(2560, 34, 10240, 8, 4, 1024),
 }
-"""The published sizes. The name of a size is the number of parameters of the Gemma 3 from which
-each stack was trained.
+"""The published sizes. Each size is named after the number of parameters of a Gemma 3.
+
+The training of the encoder and of the decoder started from this Gemma 3.
 """

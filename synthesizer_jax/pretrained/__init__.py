@@ -1,4 +1,4 @@
-"""Loads models from runs, folders and the Hugging Face Hub, and generates or encodes texts."""
+"""Loads models from runs, folders and the Hugging Face hub, and generates or encodes texts."""
 
 from synthesizer_jax.evaluation.prediction import Generated
 from synthesizer_jax.inference import Decoding

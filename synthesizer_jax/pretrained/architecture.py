@@ -41,7 +41,7 @@ class Pretrained(NamedTuple):
         needed.
       vocabulary: the vocabulary, or `None` if the checkpoint has no supported vocabulary.
       origin: the path of the checkpoint, or ``OWNER/NAME@COMMIT`` for a model of the Hugging Face
-        Hub.
+        hub.
       folder: the folder or file from which the checkpoint is read, or `None` until
         `open_pretrained` sets it.
     """

@@ -99,9 +99,9 @@ class Facts:
 
     @property
     def base(self) -> str | None:
-        """The name of the model on the hub from which the model was trained or converted.
+        """The name on the hub of the model from which this model was trained or converted.
 
-        Adapters fit only the very model with which they were trained. For adapters, the name is
+        Adapters only fit the model with which they were trained. For adapters, the name is
         therefore not known if the run's base was itself trained from a published model.
         """
         if self.library == PEFT and not self.source.unchanged:

@@ -64,7 +64,7 @@ def load(
         T5Gemma 2, its vision tower is not read. The folder must contain a tokenizer. In a pipeline
         of diffusers, the tokenizer is in a folder beside the model instead.
         If ``huggingface_hub`` is installed, `path` can also be the name ``OWNER/NAME`` of a model
-        on the Hugging Face Hub. The name may end with a folder inside the repository, as in
+        on the Hugging Face hub. The name may end with a folder inside the repository, as in
         ``black-forest-labs/FLUX.1-dev/text_encoder_2``.
       revision: a branch, tag or commit of a model on the hub. `None` means the main branch.
       subfolder: the folder of the model inside `path`, such as ``"text_encoder_2"``.

@@ -59,7 +59,7 @@ def open_pretrained(
     Args:
       source: the checkpoint. The source may be a folder of Hugging Face transformers, a folder of
         PEFT with adapters, a T5X checkpoint (a file or a directory), ``RUN`` or
-        ``RUN/checkpoints/STEP``, or the name of a model on the Hugging Face Hub.
+        ``RUN/checkpoints/STEP``, or the name of a model on the Hugging Face hub.
       revision: see `locate`.
       subfolder: see `locate`.
       variant: see `open_folder`.

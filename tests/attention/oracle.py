@@ -70,7 +70,8 @@ def attention(
     weights, lost = weights[..., :-1], weights[..., -1]
     dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
     mean = np.sum(weights * dweights, axis=-1, keepdims=True)
-    if g_log_sums is not None:  # the derivative of a log sum by the logits is the softmax
+    if g_log_sums is not None:
+        # The derivative of a log sum with respect to the logits is the softmax.
         mean = mean - np.asarray(g_log_sums, np.float64).swapaxes(1, 2)[..., None]
     dlogits = weights * (dweights - mean) * slope
     dvalues = np.einsum("bhqk,bqhe->bkhe", weights, g)

@@ -1,4 +1,4 @@
-"""Finds models of the Hugging Face Hub by name, such as ``google/flan-t5-small``."""
+"""Finds models of the Hugging Face hub by name, such as ``google/flan-t5-small``."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def locate(
     if included:
         included = f" --include{included}"
     advice = (
-        f"To download a model of the Hugging Face Hub, run 'hf download {model}{included} "
+        f"To download a model of the Hugging Face hub, run 'hf download {model}{included} "
         f"--local-dir {model.partition('/')[2]}'."
     )
 
