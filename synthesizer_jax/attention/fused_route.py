@@ -97,8 +97,8 @@ class Options(NamedTuple):
 def attend_fused(call: Call) -> Output:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
-    The logits are computed in tiles; see the module's docstring. If `call.log_sums` is True, the
-    log sums ``[b, q, h]`` are returned as well.
+    The logits are computed in tiles; see the module's docstring. If `call.returns_log_sums` is
+    True, the log sums ``[b, q, h]`` are returned as well.
     """
     inputs = fused_inputs(call)
     options = fused_options(call)
@@ -116,7 +116,7 @@ def attend_fused(call: Call) -> Output:
     # `forward` refers to `q_length` instead of `call`, because the functions that `with_gradient`
     # takes must not close over arrays.
     q_length = call.q_length
-    if call.log_sums:
+    if call.returns_log_sums:
         return _attend_with_log_sums(q_length, options, inputs)
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:

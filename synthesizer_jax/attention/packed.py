@@ -114,8 +114,8 @@ def attend_unpacked(route: Callable[[Call], Output], call: Call) -> Output:
       call: a call with packed rows, for which `unpacked_lengths` is not None.
 
     Returns:
-      The output ``[b, q, h, e]``, in the packed rows. If `call.log_sums` is True, the log sums
-      ``[b, q, h]`` are returned as well.
+      The output ``[b, q, h, e]``, in the packed rows. If `call.returns_log_sums` is True, the log
+      sums ``[b, q, h]`` are returned as well.
     """
     values, mask, q_length = call.values, call.mask, call.q_length
     assert mask.query_segments is not None and mask.key_segments is not None

@@ -88,8 +88,8 @@ class Partition:
           call: the attention call, with the arrays of all devices together.
 
         Returns:
-          The output ``[b, q, h, e]`` of all devices together. If `call.log_sums` is True, the log
-          sums ``[b, q, h]`` are returned as well.
+          The output ``[b, q, h, e]`` of all devices together. If `call.returns_log_sums` is True,
+          the log sums ``[b, q, h]`` are returned as well.
 
         Raises:
           ValueError: if the axes do not divide the examples or the heads evenly, or if the mesh

@@ -32,11 +32,11 @@ from synthesizer_jax.attention.terms import (
 def attend_reference(call: Call) -> Output:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
-    If `call.log_sums` is True, the log sums ``[b, q, h]`` are returned as well.
+    If `call.returns_log_sums` is True, the log sums ``[b, q, h]`` are returned as well.
     """
     call = call.cleared()
     lengths: dict[str, Any] = {"q_length": call.q_length, "k_length": call.k_length}
-    if not call.log_sums:
+    if not call.returns_log_sums:
         weights = softmax_weights(
             call.terms, mask=call.mask, soft_cap=call.soft_cap, sinks=call.sinks, **lengths
         )

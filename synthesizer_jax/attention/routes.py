@@ -282,7 +282,7 @@ def attend_with_log_sums(
 
     # The sinks are added to the results of the route, so the routes do not need to return log sums
     # with sinks.
-    call = dataclasses.replace(call, sinks=None, log_sums=True)
+    call = dataclasses.replace(call, sinks=None, returns_log_sums=True)
     part: tuple[jax.Array, jax.Array] = _run_groups(call, implementation, partition)
     return part if sinks is None else merge_attention((part,), sinks=sinks)
 
@@ -426,7 +426,7 @@ def _groups_of_heads(call: Call) -> list[Call]:
         group = _make_call(terms, call.values[:, :, heads], mask, call.q_length)
         sinks = None if call.sinks is None else call.sinks[heads]
         group = dataclasses.replace(
-            group, soft_cap=call.soft_cap, sinks=sinks, log_sums=call.log_sums
+            group, soft_cap=call.soft_cap, sinks=sinks, returns_log_sums=call.returns_log_sums
         )
         groups += _groups_of_heads(group)
     return groups
@@ -437,7 +437,7 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
 
     If there is a partition, every device runs the route with its own part of the arrays.
     """
-    if call.log_sums and any(term.is_weights for term in call.terms):
+    if call.returns_log_sums and any(term.is_weights for term in call.terms):
         raise ValueError(
             "attend_with_log_sums: a term is Banded. Its weights are not made by a softmax, so "
             "they have no log sum. Use terms of logits, such as those of a GaussianBias."

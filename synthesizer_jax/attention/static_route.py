@@ -67,7 +67,7 @@ def attend_static(call: Call) -> Output:
     """Returns the attention output ``softmax(Σ terms) · values``, ``[b, q, h, e]``.
 
     No term may depend on tokens. `obstacle` checks whether the route can take a call. If
-    `call.log_sums` is True, the log sums ``[b, q, h]`` are returned as well.
+    `call.returns_log_sums` is True, the log sums ``[b, q, h]`` are returned as well.
     """
     call = call.cleared()
     q_length = call.q_length
@@ -89,7 +89,7 @@ def attend_static(call: Call) -> Output:
     )
     out: jax.Array = attend(inputs)
     out = out.astype(dtype)
-    return (out, _log_sums(q_length, inputs)) if call.log_sums else out
+    return (out, _log_sums(q_length, inputs)) if call.returns_log_sums else out
 
 
 def _log_sums(q_length: int, inputs: FusedInputs) -> jax.Array:
@@ -155,7 +155,7 @@ def obstacle(call: Call) -> str | None:
             )
     if call.mask.allowed is not None:
         return "This route does not support Mask.allowed, which may differ between examples."
-    if call.log_sums and not is_separable(call.mask):
+    if call.returns_log_sums and not is_separable(call.mask):
         return "This route returns log sums only if all examples may attend to the same keys."
     return None
 

@@ -194,8 +194,8 @@ class Call:
       soft_cap: the bound of the logits, or None if there is no bound; see `cap_logits`.
       sinks: ``[h]``, the logit of one additional key for each head, or None. The value vector of
         the additional key is zero.
-      log_sums: whether the route also returns the log sums of all rows. Such a call has no sinks,
-        because `attend_with_log_sums` adds the sinks to the results of the route.
+      returns_log_sums: whether the route also returns the log sums of all rows. Such a call has no
+        sinks, because `attend_with_log_sums` adds the sinks to the results of the route.
     """
 
     terms: Terms
@@ -204,7 +204,7 @@ class Call:
     q_length: int = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
     sinks: jax.Array | None = None
-    log_sums: bool = dataclasses.field(default=False, metadata={"static": True})
+    returns_log_sums: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def k_length(self) -> int:
@@ -221,7 +221,7 @@ class Call:
 Output: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
 """The result of a route: the output ``[b, q, h, e]``, or the output and the log sums ``[b, q, h]``.
 
-A route returns log sums if `Call.log_sums` is True.
+A route returns log sums if `Call.returns_log_sums` is True.
 """
 
 

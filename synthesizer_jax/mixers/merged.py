@@ -174,7 +174,7 @@ class MergedAttention(Attention):
             **options,
             **dropout_options(self, self.dropout_rate),
         )
-        # [batch, q, heads, e] and [batch, q, heads], with a row for each beam
+        # The shapes are [batch, q, heads, e] and [batch, q, heads], with one row for each beam.
         part = out.reshape(*x.shape[:2], *out.shape[2:]), own_sums.reshape(*x.shape[:2], -1)
         memory_part = _attend_to_memory(
             memory_terms,
@@ -188,7 +188,7 @@ class MergedAttention(Attention):
         )
         y, log_sums = merge_attention((part, memory_part), sinks=self._sinks())
 
-        if self.is_sowing_weights:
+        if self.is_sowing_weights and num_rows == x.shape[0]:
             self._sow_weights("attention_weights", all_terms, values, mask, part[1] - log_sums)
             self._sow_logits(terms, mask=mask, q_length=x.shape[1], k_length=values.shape[1])
             if rows == 1:

@@ -17,7 +17,7 @@ from synthesizer_jax.pretrained.card_facts import OURS, PEFT, TRANSFORMERS, Deta
 from synthesizer_jax.pretrained.card_page import sections
 from synthesizer_jax.pretrained.huggingface.card import write_card
 from synthesizer_jax.pretrained.huggingface.config import CONFIG, read_json
-from synthesizer_jax.pretrained.huggingface.tokenizer import TOKENIZER_CONFIG
+from synthesizer_jax.pretrained.huggingface.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from synthesizer_jax.tasks import hub_names, task_registry
 from synthesizer_jax.training.source import Source
 
@@ -44,10 +44,13 @@ def write_model_card(folder: pathlib.Path, run: pathlib.Path, facts: Facts) -> N
 def _tokenizer_class(folder: pathlib.Path) -> str:
     """Returns the class of transformers that loads the tokenizer of a folder.
 
-    `AutoTokenizer` loads all tokenizers except those of a umT5 in version 5 of transformers.
+    In version 5 of transformers, `AutoTokenizer` does not load the SentencePiece models and the
+    bytes of a umT5. It loads all other tokenizers.
     """
     path = folder / CONFIG
     if not path.is_file() or read_json(path)["model_type"] != "umt5":
+        return "AutoTokenizer"
+    if (folder / TOKENIZER).is_file():
         return "AutoTokenizer"
     return str(read_json(folder / TOKENIZER_CONFIG)["tokenizer_class"])
 

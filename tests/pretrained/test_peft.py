@@ -193,6 +193,12 @@ def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
         ),
         (
             base,
+            updates | {"base_model.model.shared.token_adapter.trainable_tokens_delta": table[:2]},
+            {"trainable_token_indices": [5, -1]},
+            "indices contains -1, but shared.weight has only the tokens 0 to 383",
+        ),
+        (
+            base,
             updates | {name: updates[name][:, 1:].copy()},
             {},
             r"do not fit .*q\.weight, which has the shape \(18, 20\)",

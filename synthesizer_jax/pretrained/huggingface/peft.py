@@ -349,9 +349,10 @@ class _Adapters:
                 f"{rows_name(source)} has the shape {rows.shape} instead of {(len(tokens), width)}"
             )
             return change
-        if max(tokens) >= num_tokens or min(tokens) < 0:
+        unknown = [token for token in tokens if not 0 <= token < num_tokens]
+        if unknown:
             self.problems.append(
-                f"trainable_token_indices contains {max(tokens)}, but {c.name} has only the tokens "
+                f"trainable_token_indices contains {unknown[0]}, but {c.name} has only the tokens "
                 f"0 to {num_tokens - 1} (resize the embedding of the base)"
             )
             return change
