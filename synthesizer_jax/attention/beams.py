@@ -108,8 +108,9 @@ def extend_for_beams(
 
     # From the new position on, the entries of `sources` have no meaning yet. The new key of every
     # beam belongs to its own past.
-    own = jnp.arange(n, dtype=jnp.int32)[:, None]
-    sources = jnp.where(jnp.arange(m) < at, cache.sources, own)  # [b, n, m]
+    own = jnp.arange(n, dtype=jnp.int32)[None, :, None]
+    is_old = jnp.arange(m)[None, None, :] < at
+    sources = jnp.where(is_old, cache.sources, own)  # [b, n, m]
 
     def convert(terms: Terms) -> Terms:
         """Returns the terms for n queries and ``m · n`` keys."""
@@ -131,7 +132,8 @@ def extend_for_beams(
         sources=sources,
     )
 
-    allowed = sources[..., None] == jnp.arange(n)  # [b, n, m, n]
+    slots = jnp.arange(n)[None, None, None, :]
+    allowed = sources[..., None] == slots  # [b, n, m, n]
     allowed = allowed.reshape(cache.batch, 1, n, m * n)
     pairs = mask.pairs(1, m)
     if pairs is not None:

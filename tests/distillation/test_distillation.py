@@ -27,7 +27,7 @@ from synthesizer_jax import (
 from synthesizer_jax.base.registry import replace
 from synthesizer_jax.checkpoints.contents import read_contents
 from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer, squared_error
-from synthesizer_jax.distillation.replacement import Replacement, student_model
+from synthesizer_jax.distillation.replacement import Replacement, blocks_of, student_model
 from synthesizer_jax.distillation.teacher import read_teacher
 from synthesizer_jax.mixers import TAPS
 from synthesizer_jax.models import Size, t5, unroll, unroll_variables
@@ -291,8 +291,14 @@ def test_merged_attention_keeps_its_logits_of_the_memory(teacher):
     table = Random(max_length=8)
     recipe = (Replacement(table, place="decoder", layers=(1,)),)
     trainer = make_trainer(taught, variables, recipe, fit_batches=1)
-    (mixer,) = trainer.fitted_layers()[0].values()
+    mixer = blocks_of(trainer.student, "decoder")[1].self_mixer
     assert mixer == MergedAttention(2, 4, alignment=table, cross_alignment=dot)
+    fitted, others = trainer.fitted_layers()
+    assert not fitted and others == {
+        "attention that shares its softmax with the memory cannot be fitted": [
+            "decoder/layers_1/self_attention"
+        ]
+    }
     params, old = (
         x["params"]["decoder"]["layers_1"]["self_attention"]
         for x in (trainer.inherited_variables(), variables)

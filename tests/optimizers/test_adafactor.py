@@ -152,7 +152,8 @@ def test_kernels_of_all_layers_are_factored_and_biases_are_not(name):
     """
     case = layers.CASES[name]
     x = jax.ShapeDtypeStruct((2, contract.LENGTH, contract.D), jnp.float32)
-    shapes, axes = abstract_variables(case.layer, x, mask=contract.mask(case.modes[-1]))
+    memory = {"kv": x} if case.layer.reads_memory else {}
+    shapes, axes = abstract_variables(case.layer, x, mask=contract.mask(case.modes[-1]), **memory)
     leaves = jax.tree.leaves_with_path(axes["params"], is_leaf=is_axes)
     for (path, names), p in zip(leaves, jax.tree.leaves(shapes["params"]), strict=True):
         alike = tuple(axis and axis.replace("kv_heads", "heads") for axis in names)

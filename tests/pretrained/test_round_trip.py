@@ -81,6 +81,8 @@ def test_an_exported_folder_equals_its_source(tmp_path, family):
     taken = 0
     for i, (version, config, tensors) in enumerate(make_configs(family)):
         source = make_folder(tmp_path / str(i), config, tensors)
+        # The tokenizer has more ids than these small embeddings have rows.
+        (source / "tokenizer_config.json").unlink()
         expected = projection(version, config, tensors)
         if expected is None:
             refused = pytest.raises(ValueError, match=r"lm_head\.weight is (missing|not equal to)")
