@@ -56,8 +56,9 @@ def generate(
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
 
     Args:
-      text: the inputs. The default is the lines of --input or of stdin. If --workdir is not given,
-        the first argument is the directory of the run.
+      text: the inputs. The default is the lines of --input or of stdin. Inputs are truncated to the
+        length of inputs in training, which is data.inputs_length. If --workdir is not given, the
+        first argument is the directory of the run.
       workdir: the directory of the run.
       input_file: a file with one input per line.
       output_file: the file to write. The default is stdout.

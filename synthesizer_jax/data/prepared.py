@@ -24,6 +24,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import pathlib
 import tempfile
@@ -57,6 +58,8 @@ RESIDENT = 2_000_000
 
 KEPT_CHUNKS = 64
 """The number of chunks that are held in memory for a task with more than `RESIDENT` examples."""
+
+_log = logging.getLogger(__name__)
 
 _COUNT = np.dtype("<u4")
 _TOKENS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -418,6 +421,7 @@ class PreparedExamples:
             for number in range(-(-count // CHUNK)):
                 self._locations.append((name, number))
                 self._starts.append(self._starts[-1] + min(CHUNK, count - number * CHUNK))
+        self._has_warned = False
         self._files: dict[str, ArrayRecordDataSource] = {}
         self._chunks: dict[int, Chunk] = {}
 
@@ -478,6 +482,7 @@ class PreparedExamples:
         if self._documents:
             chunk = chunk.documents(self._eos)
         elif self._lengths is not None:
+            self._warn_of_truncation(chunk, self._lengths)
             chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
         self._chunks[number] = chunk
         if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
@@ -485,6 +490,29 @@ class PreparedExamples:
             # was read first. This record is dropped.
             del self._chunks[next(iter(self._chunks))]
         return chunk
+
+    def _warn_of_truncation(self, chunk: Chunk, lengths: Mapping[str, int]) -> None:
+        """Logs how many examples of a record are too long. Only the first such record is logged."""
+        if self._has_warned:
+            return
+        counts = {
+            side: int((np.diff(tokens.ends) > lengths[side]).sum())
+            for side, tokens in (("inputs", chunk.inputs), ("targets", chunk.targets))
+        }
+        too_long = [
+            f"{count:,} {side} have more than {lengths[side]} tokens"
+            for side, count in counts.items()
+            if count
+        ]
+        if too_long:
+            self._has_warned = True
+            _log.warning(
+                "Of %s examples of %s, %s, and are truncated. Set data.inputs_length and "
+                "data.targets_length to larger numbers to keep the whole texts.",
+                f"{len(chunk):,}",
+                self.name,
+                " and ".join(too_long),
+            )
 
     def _records(self, name: str) -> ArrayRecordDataSource:
         """Returns the records of a file. The file is opened at the first call."""

@@ -49,6 +49,13 @@ def load_model(directory: pathlib.Path) -> SavedModel:
     return SavedModel(resolve_dtype(model), absolute_vocabulary)
 
 
+_GIVE_RUN = (
+    "Give the directory of a training run of this package, or RUN/checkpoints/STEP. If it is a "
+    "published model, make a run from it with 'synthesizer-jax convert'."
+)
+"""Tells users in error messages what to give instead of a directory that is not a run."""
+
+
 def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
     """Returns a run's experiment as JSON data.
 
@@ -64,10 +71,7 @@ def read_experiment(directory: pathlib.Path, *, as_data: bool = False) -> Any:
     """
     path = directory / EXPERIMENT_FILE
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{directory} contains no {EXPERIMENT_FILE}. Give the directory of a training run of "
-            "this package."
-        )
+        raise FileNotFoundError(f"{directory} contains no {EXPERIMENT_FILE}. {_GIVE_RUN}")
     if not as_data:
         code.require_code(directory)
     with describing(path, REMEDY):
@@ -90,9 +94,7 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     directory = run_of(source)
     if not is_run(source):
         raise ValueError(
-            f"{source} is not a run, because {directory} contains no {EXPERIMENT_FILE}. Give the "
-            "directory of a training run of this package, or RUN/checkpoints/STEP. The command "
-            "'synthesizer-jax convert' makes a run from a checkpoint of another library."
+            f"{source} is not a run, because {directory} contains no {EXPERIMENT_FILE}. {_GIVE_RUN}"
         )
     return directory, find_step(source)
 

@@ -145,7 +145,8 @@ def member_names(name: str) -> list[str]:
     hint = did_you_mean(name, known) or "."
     raise ValueError(
         f"There is no mixture or task {name!r}{hint} The mixtures are {', '.join(MIXTURES)}. "
-        f"{_REMEDY}"
+        "Tasks from your own files are in the data directory, so give the --data-dir into which "
+        f"you imported them. {_REMEDY}"
     )
 
 

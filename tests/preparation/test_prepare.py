@@ -194,6 +194,26 @@ def test_tokens_are_those_that_seqio_makes_for_any_lengths(
         assert read(prepared.open(name, "train", None)) == whole
 
 
+def test_texts_that_training_truncates_are_counted(
+    data_dir: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The count does not depend on who prepared the task, or for which lengths."""
+    prepared = prepared_in(data_dir, "prepared_trimmed", evaluation_splits=())
+    whole = read(prepared.open("prepared_trimmed", "train", None))
+    longest = [max(len(row[i]) for row in whole) for i in range(2)]
+    read(prepared.open("prepared_trimmed", "train", dict(zip(SIDES, longest, strict=True))))
+    assert not caplog.records
+
+    lengths = dict(zip(SIDES, (longest[0], longest[1] - 1), strict=True))
+    read(prepared.open("prepared_trimmed", "train", lengths))
+    count = sum(len(targets) == longest[1] for _, targets in whole)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"Of {len(whole)} examples of prepared_trimmed's split 'train', {count} targets have more "
+        f"than {lengths['targets']} tokens, and are truncated."
+    )
+
+
 @pytest.mark.parametrize("name", ["prepared_trimmed", "prepared_silent", BOOLQ])
 def test_evaluation_rows_are_those_of_seqio(data_dir: pathlib.Path, name: str) -> None:
     prepared = prepared_in(data_dir, name)
