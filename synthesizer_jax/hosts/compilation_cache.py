@@ -60,7 +60,10 @@ def enable_compilation_cache() -> None:
 
 
 def compilation_cache() -> pathlib.Path | None:
-    """Returns the directory of the cache, or None if there is none or if it is in a bucket."""
+    """Returns the directory of the cache on this machine.
+
+    The result is None if JAX does not cache compiled programs, or if the cache is in a bucket.
+    """
     # JAX reads the environment variable when it is imported, and its setting may change later.
     directory = os.environ.get(VARIABLE)
     if "jax" in sys.modules:
@@ -79,7 +82,9 @@ def shown_compilation_cache() -> str | None:
     directory = compilation_cache()
     if directory is None:
         return None
-    home = pathlib.Path.home()
+    # If the user has no home directory, `expanduser` returns "~", but `pathlib.Path.home` raises an
+    # error.
+    home = os.path.expanduser("~")
     if directory.is_relative_to(home):
         return str(pathlib.Path("~") / directory.relative_to(home))
     return str(directory)

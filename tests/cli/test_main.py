@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from synthesizer_jax.cli.main import _one_line_message
-from synthesizer_jax.hosts import processes
+from synthesizer_jax.hosts import compilation_cache, processes
 from synthesizer_jax.hosts.compilation_cache import VARIABLE, enable_compilation_cache
 from synthesizer_jax.hosts.processes import print_line
 from synthesizer_jax.runs.progress import show_phases
@@ -155,6 +155,24 @@ def test_a_cache_in_a_bucket_is_not_a_directory() -> None:
     )
     ended = python("-c", program, env={**os.environ, VARIABLE: "gs://bucket/compiled"})
     assert ended.stdout == "None\n"
+
+
+def test_the_cache_is_shown_below_the_home_directory(tmp_path, monkeypatch) -> None:
+    """The log of a run names the cache. A user without a home directory can train, too."""
+    below = tmp_path / "cache" / "compiled"
+    monkeypatch.setattr(compilation_cache, "compilation_cache", lambda: below)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compilation_cache.shown_compilation_cache() == "~/cache/compiled"
+    monkeypatch.setenv("HOME", str(tmp_path / "other"))
+    assert compilation_cache.shown_compilation_cache() == str(below)
+
+    def no_user(uid: int) -> None:
+        """Raises the error of `pwd` for a user who is not in the list of users."""
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", no_user)
+    assert compilation_cache.shown_compilation_cache() == str(below)
 
 
 def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_path) -> None:
