@@ -12,7 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.checkpoints import checksums
-from synthesizer_jax.checkpoints.manager import Checkpoints, Retention, finished_steps
+from synthesizer_jax.checkpoints.manager import (
+    Checkpoints,
+    Retention,
+    finished_steps,
+    restore_variables,
+)
 from synthesizer_jax.training.step import TrainState
 from tests.training.tiny import damage
 
@@ -130,6 +135,34 @@ def test_a_flipped_bit_restores_the_step_before(saved: pathlib.Path, caplog) -> 
         path.write_bytes(good)
     assert aside > 4
     assert "arrays differ from what was saved" in caplog.text
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_each_array_is_converted_before_the_next_array_is_read(tmp_path, averaged: bool) -> None:
+    """Only one array that is not converted yet is in memory, and the largest array comes first."""
+    shapes = {"small": (3, 5), "large": (40, 10), "middle": (7, 9)}
+    params = {name: jnp.full(shape, 7.0) for name, shape in shapes.items()}
+    average = {name: {"x": params[name] + 1} for name in shapes} if averaged else {}
+    checkpoints = Checkpoints(tmp_path)
+    nested = {name: {"x": x} for name, x in params.items()}
+    checkpoints.save(TrainState(jnp.int32(1), nested, {}, {}, average), Position())
+    checkpoints.close()
+    others = jax.live_arrays()
+    order = []
+
+    def convert(keys: tuple[str, ...], array: jax.Array) -> jax.Array:
+        """Converts an array to integers, and checks which arrays in floats are in memory."""
+        order.append(keys)
+        read = [x for x in jax.live_arrays() if not any(x is other for other in others)]
+        floats = [x for x in read if x.dtype == jnp.float32]
+        assert {x.shape for x in floats} == {array.shape}
+        return array.astype(jnp.int8)
+
+    _, found = restore_variables(tmp_path, convert=convert)
+    assert order == [("params", name, "x") for name in ("large", "middle", "small")]
+    expected = {name: {"x": np.full(shape, 7 + averaged)} for name, shape in shapes.items()}
+    jax.tree.map(np.testing.assert_array_equal, found["params"], expected)
+    assert all(x.dtype == jnp.int8 for x in jax.tree.leaves(found))
 
 
 def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(saved: pathlib.Path) -> None:
