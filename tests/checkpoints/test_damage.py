@@ -23,6 +23,7 @@ from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.run_directory import load_experiment, save_experiment
+from synthesizer_jax.training.source import Source, read_source, write_source
 from synthesizer_jax.training.step import TrainState
 from tests.pretrained.folders import TINY, make_folder, make_tensors
 from tests.pretrained.test_t5x import as_t5x, write_zarr
@@ -41,6 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for name in ("run/code", "t5x", "tensorstore/checkpoint_1", "tokenizer"):
         (folder / name).mkdir(parents=True)
     save_experiment(experiment(), folder / "run")
+    write_source(Source(license="apache-2.0"), folder / "run")
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(state(), CopyStream())
     checkpoints.close()
@@ -62,6 +64,7 @@ def convert(source: pathlib.Path) -> None:
 
 READERS: dict[str, Callable[[pathlib.Path], Any]] = {
     "run/experiment.json": lambda file: load_experiment(file.parent),
+    "run/source.json": lambda file: read_source(file.parent),
     "run/code/imports.json": lambda file: code.require_code(file.parents[1]),
     "checkpoints/1": lambda file: Checkpoints(file.parents[2]).restore_newest(
         jax.eval_shape(state), CopyStream()
@@ -146,6 +149,11 @@ DAMAGES: list[tuple[str, str | bytes | Callable[[bytes], bytes] | None, str]] = 
         saved(lambda d: d["model"].update(parent="x")),
         "EncoderDecoder has no field 'parent'",
     ),
+    *(
+        ("run/source.json", content, r"source\.json cannot be read: .*good copy in its place")
+        for content in ("{", "[]", "{}", '{"languages": [], "x": 1}', '{"languages": 3}')
+    ),
+    ("run/source.json", '{"languages": [3]}', r"languages is \(3,\), but .* is expected"),
     *(
         (IMPORTS, names, r"code/imports\.json cannot be read: ")
         for names in (
