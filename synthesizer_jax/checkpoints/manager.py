@@ -432,6 +432,8 @@ def _read_and_verify(
             sums_to_add = [s for _, s in gathered] if divided else [sums]
             combined |= checksums.combine_checksums(sums_to_add)
             converted = convert_variables(part, convert)
+            # A single part is kept unchanged, because merging removes empty dictionaries, such as
+            # the state of an optimizer without arrays.
             entries = merge_entries(converted, entries) if entries else converted
 
     if problem is None and contents is not None:
@@ -477,7 +479,7 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
 
 
 def _choose_step(steps: list[int]) -> str:
-    """Returns a sentence that asks the user to choose one of the steps of existing checkpoints."""
+    """Returns a sentence that tells the user which steps they can choose, at least one."""
     *others, last = steps
     if not others:
         return f"Choose step {last}."

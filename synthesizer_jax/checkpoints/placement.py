@@ -141,7 +141,13 @@ def read_variables(
     # This call raises an error if the checkpoint does not contain exactly these arrays.
     _saved_entries(checkpoint, entries, names)
     arrays = traverse_util.flatten_dict(entries)
-    for keys in sorted(arrays, key=lambda keys: math.prod(arrays[keys].shape), reverse=True):
+
+    def size(keys: tuple[str, ...]) -> int:
+        """Returns the number of elements of an array."""
+        return math.prod(arrays[keys].shape)
+
+    # The largest array is read before converted arrays take memory.
+    for keys in sorted(arrays, key=size, reverse=True):
         entry = traverse_util.unflatten_dict({keys: arrays[keys]})
         yield _read_checked(checkpoint, entry, complete={})
 
