@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TypeVar
 
 import flax.linen as nn
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from flax import traverse_util
 from flax.core import meta
 
-from synthesizer_jax.base.messages import did_you_mean
 from synthesizer_jax.base.typing import PyTree
 from synthesizer_jax.models.lora import INT8, LoRA
 from synthesizer_jax.models.token_model import looped_paths
@@ -33,7 +32,12 @@ from synthesizer_jax.models.trainable import Trainable
 from synthesizer_jax.models.updated import UpdatedParameter
 from synthesizer_jax.models.updates import EmbeddingUpdate, LowRankUpdate, TokenEntries, Update
 from synthesizer_jax.primitives.computed import abstract_int8
-from synthesizer_jax.primitives.parameters import Axes, Variables, check_patterns_decide
+from synthesizer_jax.primitives.parameters import (
+    Axes,
+    Variables,
+    check_patterns_decide,
+    explain_no_match,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -76,7 +80,7 @@ class Adapted(Trainable[Model]):
         self.lora = lora
         self.updates: dict[Keys, Update] = {}
         self.whole: list[Keys] = []
-        choice = _Choice(lora)
+        chooser = _UpdateChooser(lora)
 
         shapes, axes = map(traverse_util.flatten_dict, self.abstract_model())
         for keys in sorted(shapes):
@@ -86,13 +90,13 @@ class Adapted(Trainable[Model]):
                 self.whole.append(keys)
             elif collection != "params":
                 continue
-            elif choice.matches("whole", looped):
+            elif chooser.matches("whole", looped):
                 self.whole.append(keys)
             else:
-                update = choice.update_of(looped, shapes[keys], axes[keys])
+                update = chooser.update_of(looped, shapes[keys], axes[keys])
                 if update is not None:
                     self.updates[keys] = update
-        choice.check_patterns()
+        chooser.check_patterns()
 
     def abstract(self) -> tuple[Variables, PyTree]:
         """Returns the shapes and the logical axes of all variables that are trained."""
@@ -166,7 +170,7 @@ class Adapted(Trainable[Model]):
         return merged
 
 
-class _Choice:
+class _UpdateChooser:
     """Chooses the update of every parameter, and remembers what the patterns of a `LoRA` match.
 
     Args:
@@ -175,9 +179,11 @@ class _Choice:
 
     def __init__(self, lora: LoRA):
         self._lora = lora
-        # For every pattern, the paths that it could match, and whether it matched any of them.
+        # For every field with a pattern, the paths that the pattern could match.
         self._candidates: dict[str, list[str]] = {}
+        # The fields whose patterns matched at least one of these paths.
         self._matched: set[str] = set()
+        # The paths of all parameters that have low-rank updates, for which the rules are meant.
         self._low_rank: list[str] = []
 
     def matches(self, field: str, looped: list[str]) -> bool:
@@ -213,9 +219,10 @@ class _Choice:
         """
         lora = self._lora
         update: Update | None = None
-        field, kind = _low_rank_kind(looped[0], axes)
-        if kind is not None and self.matches(field, looped):
-            update = kind(shape, axes, *self._scale_of(looped), lora.dora)
+        field = _low_rank_field(looped[0], axes)
+        if field is not None and self.matches(field, looped):
+            rank, scale = self._rank_and_scale(looped)
+            update = _LOW_RANK_KINDS[field](shape, axes, rank, scale, lora.dora)
 
         if lora.tokens and "vocab" in axes and self.matches("token_arrays", looped):
             if update is not None:
@@ -234,38 +241,45 @@ class _Choice:
             update = TokenEntries(shape, axes, lora.tokens)
         return update
 
-    def _scale_of(self, looped: list[str]) -> tuple[int, float]:
+    def _rank_and_scale(self, looped: list[str]) -> tuple[int, float]:
         """Returns the rank and the scale of a low-rank update.
+
+        Args:
+          looped: the paths of the layers whose values are stacked in the parameter.
 
         Raises:
           ValueError: if the rules differ between layers of a scanned stack.
         """
         self._low_rank += looped
-        first, *others = ((path, self._lora.rank_and_scale(path)) for path in looped)
-        for path, scale in others:
-            if scale != first[1]:
+        first, *others = looped
+        expected = self._lora.rank_and_scale(first)
+        for path in others:
+            if self._lora.rank_and_scale(path) != expected:
                 raise ValueError(
-                    f"training.adapters.rules give {first[0]} and {path} different ranks or "
+                    f"training.adapters.rules give {first} and {path} different ranks or "
                     "scales, but they are layers of a scanned stack. Use the same rule for all "
                     "layers of the stack, or build the model with scan=False."
                 )
-        return first[1]
+        return expected
 
     def check_patterns(self) -> None:
         """Raises a `ValueError` if a pattern of the `LoRA` matches no parameter."""
         lora = self._lora
-        for field, what in _FIELDS.items():
+        for field, noun in _FIELDS.items():
             pattern = getattr(lora, field)
             if pattern is None or field in self._matched:
                 continue
             if field == "token_arrays" and not lora.tokens:
                 continue
-            raise ValueError(
-                f"training.adapters.{field}: {pattern!r} matches no {what}"
-                f"{_hint(pattern, self._candidates.get(field, ()))} A pattern must match a whole "
-                "path."
-            )
-        if not (self._matched or self._low_rank):
+            name = f"training.adapters.{field}"
+            paths = self._candidates.get(field)
+            if not paths:
+                raise ValueError(
+                    f"{name}: {pattern!r} matches no {noun}, because the model has none, or all of "
+                    "them are trained as complete arrays."
+                )
+            raise ValueError(explain_no_match(name, pattern, noun, paths))
+        if not self._matched:
             raise ValueError(
                 "training.adapters trains nothing. Set targets, embeddings, tokens or whole."
             )
@@ -279,17 +293,21 @@ class _Choice:
             check_patterns_decide("training.adapters.rules", patterns, self._low_rank)
 
 
-def _low_rank_kind(path: str, axes: Axes) -> tuple[str, type[LowRankUpdate] | None]:
-    """Returns the field of `LoRA` that selects a parameter for low-rank updates, and their class.
+_LOW_RANK_KINDS = {"targets": LowRankUpdate, "embeddings": EmbeddingUpdate}
+"""The fields of a `LoRA` that select parameters for low-rank updates, and the kinds of updates."""
 
-    The class is `None` if a parameter of this kind has no low-rank updates.
+
+def _low_rank_field(path: str, axes: Axes) -> str | None:
+    """Returns the field of a `LoRA` that can select a parameter for a low-rank update.
+
+    The field is `None` if parameters of this kind have no low-rank updates.
     """
     if path.endswith("kernel"):
-        return "targets", LowRankUpdate
+        return "targets"
     # A table of relative biases is called an embedding, too, but it does not contain vectors.
     if path.endswith("embedding") and axes[-1] == "embed":
-        return "embeddings", EmbeddingUpdate
-    return "", None
+        return "embeddings"
+    return None
 
 
 _FIELDS = {
@@ -301,17 +319,11 @@ _FIELDS = {
 """The fields of a `LoRA` that hold patterns, and the parameters that the patterns can match."""
 
 
-def _hint(pattern: str, paths: Collection[str]) -> str:
-    """Returns the end of a sentence that says which paths a pattern may have meant."""
-    if not paths:
-        return ", because the model has none, or all of them are trained as complete arrays."
-    return did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
-
-
 def _is_rounded(name: str, axes: Axes) -> bool:
-    """Returns whether a parameter of the base is rounded with ``base="int8"``.
+    """Returns whether a parameter of the base is stored in 8 bits with ``base="int8"``.
 
-    Kernels and embeddings are rounded. Tables and vectors are not, because they are small.
+    Kernels, embeddings and output projections are stored in 8 bits. Biases, scales and tables stay
+    in float32.
     """
     return name.endswith("kernel") or axes == ("vocab", "embed")
 

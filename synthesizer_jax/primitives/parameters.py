@@ -112,6 +112,19 @@ def check_path_pattern(field: str, pattern: str) -> None:
         ) from None
 
 
+def explain_no_match(field: str, pattern: str, noun: str, paths: Collection[str]) -> str:
+    """Returns an error message for a pattern that does not match any path.
+
+    Args:
+      field: the name of the field that holds the pattern.
+      pattern: a regular expression.
+      noun: the kind of variables for which the pattern is meant, such as "parameter".
+      paths: the paths that the pattern could match, at least one.
+    """
+    hint = did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
+    return f"{field}: {pattern!r} matches no {noun}{hint} A pattern must match a whole path."
+
+
 def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection[str]) -> None:
     """Checks that each pattern is the first pattern that matches some parameter.
 
@@ -130,11 +143,7 @@ def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection
     for pattern in patterns:
         matched = {path for path in paths if re.fullmatch(pattern, path)}
         if not matched:
-            hint = did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
-            raise ValueError(
-                f"{field}: {pattern!r} matches no parameter{hint} A pattern must match a whole "
-                "path."
-            )
+            raise ValueError(explain_no_match(field, pattern, "parameter", paths))
         if matched.isdisjoint(undecided):
             raise ValueError(
                 f"{field}: {pattern!r} has no effect, because earlier patterns match all of its "
