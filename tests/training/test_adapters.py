@@ -248,6 +248,28 @@ def test_all_kinds_of_updates_are_trained_saved_and_continued(
     close(looped(found["params"]), expected, atol=2e-6)
 
 
+def test_tokens_can_be_new_rows_of_a_resized_embedding(source):
+    """If `init_rules` first extend the arrays, the entries of new tokens can be trained."""
+    directory, recipe = source
+    rules = (InitRule("embedding|logits_kernel", "resize"),)
+    model = recipe.model.copy(vocab_size=VOCAB + 2)
+    lora = LoRA(targets=None, tokens=(5, VOCAB))  # only 5 occurs in the batches
+    recipe = adapting(recipe, directory, lora, model=model, init_rules=rules)
+    trainer = Trainer(recipe, jax.devices()[:1])
+    state = trainer.init()
+    params = [trainer.averaged_variables(state)["params"]]
+    stream = CopyStream()
+    for _ in range(2):
+        state, _ = trainer.step(state, trainer.shard_batch(next(stream)))
+    params.append(trainer.averaged_variables(state)["params"])
+    before, after = (traverse_util.flatten_dict(jax.device_get(x), sep="/") for x in params)
+    changed = {path: x != after[path] for path, x in before.items() if (x != after[path]).any()}
+    assert changed.keys() == {"embedding", "logits_kernel"}
+    assert changed["embedding"].shape[0] == changed["logits_kernel"].shape[1] == VOCAB + 2
+    assert {*np.nonzero(changed["embedding"].any(axis=1))[0]} == {5}
+    assert {*np.nonzero(changed["logits_kernel"].any(axis=0))[0]} == {5, VOCAB}
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "split"),
     [
@@ -465,6 +487,11 @@ def test_targets_that_fit_nothing_are_named():
         (recipe.model, LoRA(targets=".*", tokens=(3,)), "logits_kernel would have both a low-rank"),
         (recipe.model, LoRA(rules=(LoRARule(".*/wi/.*"),)), "rules: .* matches no parameter"),
         (recipe.model, LoRA(targets=None), "trains nothing. Set targets, embeddings, tokens or"),
+        (
+            recipe.model,
+            LoRA(whole=".*"),
+            "targets: .* matches no kernel, because the model has none, or all of them are trained",
+        ),
         (
             recipe.model,
             LoRA(targets=None, tokens=(3,), rules=rank_of_a_layer),
