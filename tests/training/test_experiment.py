@@ -116,6 +116,12 @@ WRONG = [
         r"Choose one of Constant, Cosine, .*, Noam, OptaxSchedule\.$",
     ),
     (PLAIN, "training.lora.rank=4", r"Training has no field 'lora'\. Use training\.adapters=LoRA"),
+    (PLAIN, "training.lora_alpha=4", r"no field 'lora_alpha'\. Use training\.adapters\.alpha"),
+    (
+        PLAIN,
+        "training.adapters.rank=4",
+        r"training\.adapters is none\. First set training\.adapters to the name of a class\.",
+    ),
     (PLAIN, "fp16=true", r"Experiment has no field 'fp16'\. Use model\.dtype=bfloat16"),
     (
         PLAIN,
