@@ -271,6 +271,7 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
+    """JAX can trace training, decoding and scoring while every promotion is an error."""
     model = t5(TINY, encoder=KIND, vocab_size=16, dtype=dtype, dropout_rate=0.1)
     numbers = jnp.array([[1] * 4 + [2] * 4] * 8)
     batch = {k: jnp.asarray(x) for k, x in next(CopyStream()).items()}
@@ -281,6 +282,7 @@ def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
         options = {"z_loss": 1e-4, "label_smoothing": 0.1, "max_segments": segments}
         return loss_sums(model, variables, batch, dropout_key=key, **options).total
 
+    # With these settings, JAX raises an error while it traces a promotion. No values are computed.
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         key = jax.random.key(0)
         variables = jax.eval_shape(model.init, key, source, targets)
