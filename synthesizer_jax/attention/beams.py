@@ -128,7 +128,8 @@ def extend_for_beams(
         cache,
         keys=plain.keys,
         values=plain.values,
-        length=cache.length + 1,
+        # `plain` counts the tokens of all beams.
+        length=plain.length // n,
         sources=sources,
     )
 
@@ -159,7 +160,8 @@ def _for_beams(term: Term, n: int, m: int, *, at: int | jax.Array) -> Term:
 
     arrays = list(term.arrays())
     if not any(a.from_tokens for a in arrays):
-        # The logits of positions are the same for all beams.
+        # These logits depend only on the positions of the query and of the keys. All beams of an
+        # example are at the same position, so all beams have the same logits.
         logits = term.materialize(1, m, at)[0, :, :1, :m]  # [h, 1, m]
         logits = jnp.repeat(logits, n, axis=2)
         return Static(jnp.broadcast_to(logits, (logits.shape[0], n, m * n)))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import synthesizer_jax as sj
+from synthesizer_jax.attention.beams import share_among_beams
 from synthesizer_jax.primitives.parameters import apply_method
 from tests.layers.contract import general
 
@@ -83,3 +84,23 @@ def test_shared_rows_equal_copied_rows(name):
         rows = (np.arange(BATCH)[:, None] * BEAMS + source_beams).reshape(-1)
         shared = shared.reorder_beams(jnp.asarray(source_beams))
         copied = copied.map_rows(lambda x, rows=rows: x[rows])
+
+
+def test_shared_rows_can_be_decoded_again_from_an_earlier_position():
+    """As in caches of separate rows, the length of the cache is then the end of the new tokens."""
+    layer = SHARED["dot product"]
+    x = jax.random.normal(jax.random.key(0), (LENGTH, BATCH * BEAMS, 1, WIDTH))
+    variables = general(layer.init, x[0])
+
+    @jax.jit
+    def step(x, cache, position=None):
+        return apply_method(layer.extend, variables, x, cache, position=position)
+
+    cache = apply_method(layer.init_cache, variables, x[0][::BEAMS], max_length=LENGTH)
+    _, cache = step(x[0][::BEAMS], cache)
+    shared = share_among_beams(cache, BEAMS)
+    expected, shared = step(x[1], shared)
+    _, shared = step(x[2], shared)
+    y, shared = step(x[1], shared, position=1)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    assert shared.length == 2
