@@ -123,22 +123,13 @@ def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
       pairs: a bool array, broadcastable to the logits, which is False for masked logits. None masks
         no logits.
     """
-    if pairs is not None:
-        logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
-    return _softmax(logits, pairs)
+    return _softmax(_mask_logits(logits, pairs), pairs)
 
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     """Computes `softmax`, with a derivative that does not divide by the sum of a row."""
-    row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
-    weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
-
-    # If all logits of a row are masked, the exponential of a masked logit is 1 instead of 0. The
-    # weights of masked logits are therefore set to zero.
-    if pairs is not None:
-        weights = jnp.where(pairs, weights, 0)
-
+    weights, _ = _unnormalized_weights(logits, pairs)
     row_sum = jnp.sum(weights, axis=-1, keepdims=True)
 
     # The inner `where` avoids a division by zero in rows without keys.
@@ -165,19 +156,13 @@ def log_sum_exp(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     Returns:
       The log sums ``[...]``. Their derivative is the softmax, which is zero in rows without keys.
     """
-    if pairs is not None:
-        logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
-    return _log_sum_exp(logits, pairs)
+    return _log_sum_exp(_mask_logits(logits, pairs), pairs)
 
 
 @jax.custom_jvp
 def _log_sum_exp(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Computes `log_sum_exp`. As in `_softmax`, the weights of masked logits are set to zero."""
-    row_max = jnp.max(logits, axis=-1, keepdims=True)  # [..., 1]
-    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-    weights = jnp.exp(logits - row_max)
-    if pairs is not None:
-        weights = jnp.where(pairs, weights, 0)
+    """Computes `log_sum_exp`, with a derivative that does not divide by the sum of a row."""
+    weights, row_max = _unnormalized_weights(logits, pairs)
     row_sum = jnp.sum(weights, axis=-1)
     has_keys = row_sum > 0
     log_sums = row_max[..., 0] + jnp.log(jnp.where(has_keys, row_sum, 1))
@@ -190,6 +175,31 @@ def _log_sum_exp_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     weighted = _softmax(*primals) * tangents[0]
     return _log_sum_exp(*primals), weighted.sum(axis=-1)
+
+
+def _mask_logits(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
+    """Returns the logits, with the lowest finite number in place of masked logits."""
+    return logits if pairs is None else jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
+
+
+def _unnormalized_weights(
+    logits: jax.Array, pairs: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ``exp(logits - row_max)`` ``[..., k]``, and the finite `row_max` ``[..., 1]``.
+
+    Args:
+      logits: the results of `_mask_logits`, ``[..., k]``.
+      pairs: as in `softmax`.
+    """
+    row_max = jnp.max(logits, axis=-1, keepdims=True)
+    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+    weights = jnp.exp(logits - row_max)
+
+    # If all logits of a row are masked, the exponential of a masked logit is 1 instead of 0. The
+    # weights of masked logits are therefore set to zero.
+    if pairs is not None:
+        weights = jnp.where(pairs, weights, 0)
+    return weights, row_max
 
 
 def _group_weights(
