@@ -139,11 +139,7 @@ class AttentionBase(Mixer):
         all keys and values in the cache.
         """
         x = inputs.x
-        if cache.window and inputs.bias:
-            raise ValueError(
-                f"{type(self).__name__}: bias covers all positions, but the cache holds only the "
-                "positions of a window. Leave bias out, or create the cache with whole=True."
-            )
+        self._check_cached_bias(cache, inputs.bias)
 
         # In cross-attention, the cache already holds the keys and values of the whole memory. `kv`
         # therefore has no tokens, and the keys and values that are computed from `kv` are empty.
@@ -210,6 +206,14 @@ class AttentionBase(Mixer):
         if room >= cache.capacity or not isinstance(self.alignment, DotProduct | Bilinear):
             return cache
         return cache.as_window(room)
+
+    def _check_cached_bias(self, cache: Cache, bias: Terms) -> None:
+        """Raises a `ValueError` if there is a bias, but the cache holds only a window."""
+        if cache.window and bias:
+            raise ValueError(
+                f"{type(self).__name__}: bias covers all positions, but the cache holds only the "
+                "positions of a window. Leave bias out, or create the cache with whole=True."
+            )
 
     def _narrow(self, mask: Mask) -> Mask:
         """Returns the mask with the layer's window added."""
@@ -401,7 +405,9 @@ class Attention(AttentionBase):
 def memory_cache(
     terms: Terms, values: Values, memory: jax.Array, *, mask: Mask, max_length: int
 ) -> Cache:
-    """Returns a cache that holds all keys and values of a memory. Later steps add only queries.
+    """Returns a cache that holds all keys and values of a memory.
+
+    Decoding steps add queries, but no keys or values.
 
     Args:
       terms: the terms for all tokens of the memory as keys.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -68,6 +68,20 @@ class MergedCache:
         return self.memory.empty_memory
 
 
+class _KeySet(NamedTuple):
+    """One of the two sets of keys in the shared softmax, as arguments of `attend_with_log_sums`.
+
+    Attributes:
+      terms: the terms of the logits of these keys.
+      values: the values of the keys, ``[batch, k, heads, e]``.
+      mask: the mask that says which of the keys each query may attend to.
+    """
+
+    terms: Terms
+    values: jax.Array
+    mask: Mask
+
+
 @register
 class MergedAttention(Attention):
     """Attention to the decoder's tokens and to the encoder's outputs, in one softmax (T5Gemma 2).
@@ -110,90 +124,66 @@ class MergedAttention(Attention):
     def mix(self, inputs: MixerInput) -> tuple[jax.Array, MergedCache | None]:
         x, memory, cache = inputs.x, inputs.kv, inputs.cache
         assert memory is not None
-        if cache is not None and cache.own.window and inputs.bias:
-            raise ValueError(
-                f"{type(self).__name__}: bias covers all positions, but the cache holds only the "
-                "positions of a window. Leave bias out, or create the cache with whole=True."
-            )
+        if cache is not None:
+            self._check_cached_bias(cache.own, inputs.bias)
         mask = self._narrow(inputs.mask)
         memory_mask = _with_queries_of(inputs.memory_mask, mask)
-        rows = rows_per_memory(x.shape[0], memory.shape[0])
+        contexts = self._contexts(inputs, mask, memory_mask)
 
-        # The new queries begin at `start`. `num_keys` counts all keys, including cached keys.
-        start = 0 if cache is None else inputs.position
-        num_keys = x.shape[1] if cache is None else cache.own.capacity
-        num_memory = memory.shape[1] if cache is None else cache.memory.capacity
-        queries = Span(start, num_positions(mask, x.shape[1]))
-        context = self.context(queries, Span(0, num_positions(mask, num_keys)), start)
-
-        # The keys of the encoder's outputs are not rotated, so rotated queries depend on absolute
-        # positions. In packed rows, these are the positions in the segments.
-        context = dataclasses.replace(context, packed_positions=mask.packed_positions)
-        memory_context = dataclasses.replace(
-            context,
-            key_span=Span(0, num_positions(memory_mask, num_memory)),
-            keys_start=0,
-            packed_positions=memory_mask.packed_positions,
-        )
         value = self._value_projection(x.dtype, heads_axis=self._value_axis)
         values, memory_values = value(x), value(memory)  # [b, k, heads, e]
-        terms, memory_terms = self._both_terms(
-            (x, memory), (values, memory_values), (context, memory_context)
-        )
+        terms, memory_terms = self._both_terms((x, memory), (values, memory_values), contexts)
+        own_keys = _KeySet(terms, values, mask)
+        memory_keys = _KeySet(memory_terms, memory_values, memory_mask)
 
-        # From here on, the terms, values and masks belong to all tokens in the cache.
         bias = inputs.bias
         num_rows, num_queries, _ = x.shape
         if cache is not None:
-            if cache.own.beams > 1:
-                terms, values, bias, mask, own = extend_for_beams(
-                    cache.own, terms, values, bias=bias, mask=mask, at=inputs.position
-                )
-                # The n beams of an example are n queries of one row.
-                num_rows, num_queries = values.shape[0], cache.own.beams
-            else:
-                terms, values, mask, own = extend(
-                    cache.own, terms, values, at=inputs.position, mask=mask
-                )
-            memory_terms, memory_values, memory_mask, _ = extend_memory(
-                cache.memory, memory_terms, memory_values, memory_mask
+            # From here on, both sets contain all keys in the cache.
+            own_keys, memory_keys, bias, cache = _extend_both(
+                cache, own_keys, memory_keys, bias, at=inputs.position
             )
-            cache = MergedCache(own, cache.memory)
+            if cache.own.beams > 1:
+                # The n beams of an example are n queries of one row.
+                num_rows, num_queries = cache.own.batch, cache.own.beams
 
         options: dict[str, Any] = {
             "soft_cap": self.soft_cap,
             "implementation": self.implementation,
         }
-        all_terms = add(*terms, *bias)
+        own_with_bias = own_keys._replace(terms=add(*own_keys.terms, *bias))
         out, own_sums = attend_with_log_sums(
-            all_terms,
-            values,
-            mask=mask,
+            **own_with_bias._asdict(),
             q_length=num_queries,
             partition=partition(batch=num_rows, heads=self.num_heads),
             **options,
             **dropout_options(self, self.dropout_rate),
         )
         # The shapes are [batch, q, heads, e] and [batch, q, heads], with one row for each beam.
-        part = out.reshape(*x.shape[:2], *out.shape[2:]), own_sums.reshape(*x.shape[:2], -1)
+        own_part = out.reshape(*x.shape[:2], *out.shape[2:]), own_sums.reshape(*x.shape[:2], -1)
+        rows = rows_per_memory(x.shape[0], memory.shape[0])
         memory_part = _attend_to_memory(
-            memory_terms,
-            memory_values,
+            memory_keys,
             rows=rows,
-            mask=memory_mask,
             q_length=x.shape[1],
             partition=partition(batch=memory.shape[0], heads=self.num_heads),
             **options,
             **dropout_options(self, self.dropout_rate),
         )
-        y, log_sums = merge_attention((part, memory_part), sinks=self._sinks())
+        y, log_sums = merge_attention((own_part, memory_part), sinks=self._sinks())
 
         if self.is_sowing_weights and num_rows == x.shape[0]:
-            self._sow_weights("attention_weights", all_terms, values, mask, part[1] - log_sums)
-            self._sow_logits(terms, mask=mask, q_length=x.shape[1], k_length=values.shape[1])
+            own_share = (own_part[1] - log_sums).reshape(num_rows, num_queries, -1)
+            self._sow_weights("attention_weights", own_with_bias, own_share)
+            self._sow_logits(
+                own_keys.terms,
+                mask=own_keys.mask,
+                q_length=num_queries,
+                k_length=own_keys.values.shape[1],
+            )
+            # As in cross-attention, rows that share a memory do not sow their weights of it.
             if rows == 1:
-                share = memory_part[1] - log_sums
-                self._sow_weights("memory_weights", memory_terms, memory_values, memory_mask, share)
+                self._sow_weights("memory_weights", memory_keys, memory_part[1] - log_sums)
         return self._project_heads(y, x.shape[-1]), cache
 
     @nn.compact
@@ -229,6 +219,37 @@ class MergedAttention(Attention):
         return MergedCache(
             super().with_length(cache.own, length), super().with_length(cache.memory, memory_length)
         )
+
+    def _contexts(
+        self, inputs: MixerInput, mask: Mask, memory_mask: Mask
+    ) -> tuple[AttentionContext, AttentionContext]:
+        """Returns the contexts of the alignments of the decoder's tokens and of the memory.
+
+        Args:
+          inputs: the inputs of `mix`.
+          mask: the mask of the decoder's tokens, with the layer's window.
+          memory_mask: the mask of the memory, for the same queries.
+        """
+        x, memory, cache = inputs.x, inputs.kv, inputs.cache
+        assert memory is not None
+
+        # The new queries begin at `start`. `num_keys` counts all keys, including cached keys.
+        start = 0 if cache is None else inputs.position
+        num_keys = x.shape[1] if cache is None else cache.own.capacity
+        num_memory = memory.shape[1] if cache is None else cache.memory.capacity
+        queries = Span(start, num_positions(mask, x.shape[1]))
+        context = self.context(queries, Span(0, num_positions(mask, num_keys)), start)
+
+        # The keys of the encoder's outputs are not rotated, so rotated queries depend on absolute
+        # positions. In packed rows, these are the positions in the segments.
+        context = dataclasses.replace(context, packed_positions=mask.packed_positions)
+        memory_context = dataclasses.replace(
+            context,
+            key_span=Span(0, num_positions(memory_mask, num_memory)),
+            keys_start=0,
+            packed_positions=memory_mask.packed_positions,
+        )
+        return context, memory_context
 
     def _both_terms(
         self,
@@ -275,27 +296,54 @@ class MergedAttention(Attention):
                 "DotProduct()."
             )
 
-    def _sow_weights(
-        self, name: str, terms: Terms, values: jax.Array, mask: Mask, log_share: jax.Array
-    ) -> None:
-        """Sows the weights of some of the keys in the shared softmax, ``[batch, heads, q, k]``.
+    def _sow_weights(self, name: str, keys: _KeySet, log_share: jax.Array) -> None:
+        """Sows the weights of one set of keys in the shared softmax, ``[batch, heads, q, k]``.
 
         Args:
           name: the name of the sown array.
-          terms: the terms of these keys.
-          values: the values of these keys.
-          mask: the mask of these keys.
+          keys: the keys whose weights are sown.
           log_share: the logarithm of the sum of the weights, ``[batch, q, heads]``.
         """
         weights = attention_weights(
-            terms,
-            mask=mask,
+            keys.terms,
+            mask=keys.mask,
             q_length=log_share.shape[1],
-            k_length=values.shape[1],
+            k_length=keys.values.shape[1],
             soft_cap=self.soft_cap,
         )
         share = jnp.exp(log_share).swapaxes(1, 2)[..., None]  # [b, h, q, 1]
         self.sow("intermediates", name, weights * share)
+
+
+def _extend_both(
+    cache: MergedCache, own_keys: _KeySet, memory_keys: _KeySet, bias: Terms, *, at: int | jax.Array
+) -> tuple[_KeySet, _KeySet, Terms, MergedCache]:
+    """Writes the keys and values of new tokens to a cache, and returns all keys and values.
+
+    Args:
+      cache: the cache.
+      own_keys: the keys of the decoder's new tokens.
+      memory_keys: the keys of the memory. Its arrays have no tokens, because the cache already
+        holds the memory.
+      bias: terms that are added to the logits of the decoder's tokens.
+      at: the position of the first new token.
+
+    Returns:
+      All keys of the decoder's tokens, all keys of the memory, the bias, and the extended cache. If
+      beams share the rows of the cache, the keys of the decoder's tokens and the bias are for rows
+      in which the beams of an example are the queries; see `attention.beams`.
+    """
+    if cache.own.beams > 1:
+        terms, values, bias, mask, extended = extend_for_beams(
+            cache.own, own_keys.terms, own_keys.values, bias=bias, mask=own_keys.mask, at=at
+        )
+    else:
+        terms, values, mask, extended = extend(
+            cache.own, own_keys.terms, own_keys.values, at=at, mask=own_keys.mask
+        )
+    *all_memory, _ = extend_memory(cache.memory, *memory_keys)
+    cache = MergedCache(extended, cache.memory)
+    return _KeySet(terms, values, mask), _KeySet(*all_memory), bias, cache
 
 
 def _without_keys(context: AttentionContext) -> AttentionContext:
@@ -329,11 +377,9 @@ def _with_queries_of(memory_mask: Mask, mask: Mask) -> Mask:
 
 
 def _attend_to_memory(
-    terms: Terms,
-    values: jax.Array,
+    memory: _KeySet,
     *,
     rows: int,
-    mask: Mask,
     dropout_rate: float,
     dropout_key: jax.Array | None,
     **options: Any,
@@ -344,10 +390,9 @@ def _attend_to_memory(
     multiplies all queries of a row of the memory with the same keys.
 
     Args:
-      terms: the terms of the memory, whose queries have ``batch · rows`` rows.
-      values: the values of the memory, ``[batch, k, heads, e]``.
+      memory: the keys of the memory. The queries of its terms, and the arrays of queries of its
+        mask, have ``batch · rows`` rows. All other arrays have at most ``batch`` rows.
       rows: the number of rows of queries for each row of the memory.
-      mask: the mask of the memory. Its arrays of queries have ``batch · rows`` rows.
       dropout_rate: as in `attend`.
       dropout_key: as in `attend`.
       **options: more arguments of `attend`.
@@ -355,6 +400,7 @@ def _attend_to_memory(
     Returns:
       The outputs ``[batch · rows, q, heads, e]`` and the log sums ``[batch · rows, q, heads]``.
     """
+    terms, values, mask = memory
     options["dropout_rate"] = dropout_rate
     if rows == 1:
         return attend_with_log_sums(terms, values, mask=mask, dropout_key=dropout_key, **options)
