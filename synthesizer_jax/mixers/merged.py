@@ -172,7 +172,7 @@ class MergedAttention(Attention):
         )
         y, log_sums = merge_attention((own_part, memory_part), sinks=self._sinks())
 
-        if self.is_sowing_weights and num_rows == x.shape[0]:
+        if self.is_sowing_weights:
             own_share = (own_part[1] - log_sums).reshape(num_rows, num_queries, -1)
             self._sow_weights("attention_weights", own_with_bias, own_share)
             self._sow_logits(

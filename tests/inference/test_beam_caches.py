@@ -1,5 +1,7 @@
 """Tests caches that the beams of an example share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,3 +106,38 @@ def test_shared_rows_can_be_decoded_again_from_an_earlier_position():
     y, shared = step(x[1], shared, position=1)
     np.testing.assert_allclose(y, expected, atol=1e-6)
     assert shared.length == 2
+
+
+@pytest.mark.parametrize("name", ["dot product", "merged"])
+def test_shared_rows_sow_the_weights_of_all_beams(name):
+    """The weights of a query are the same as with rows of its own, and zero in all other slots."""
+    layer = SHARED[name]
+    tokens = jax.random.normal(jax.random.key(0), (BATCH * BEAMS, 1, WIDTH))
+    first = tokens[::BEAMS]
+    memory = jax.random.normal(jax.random.key(1), (BATCH, 6, WIDTH)) if name == "merged" else None
+    variables = general(layer.init, first, memory)
+    cache = apply_method(layer.init_cache, variables, first, memory, max_length=LENGTH)
+    _, cache = apply_method(layer.extend, variables, first, cache)
+
+    def weights(change):
+        """Returns the weights of a step after a change of the cache of the layer's own tokens."""
+        if memory is None:
+            changed = change(cache)
+        else:
+            changed = dataclasses.replace(cache, own=change(cache.own))
+        options = {"method": layer.extend, "mutable": ["intermediates"]}
+        _, sown = layer.apply(variables, tokens, changed, **options)
+        return sown["intermediates"]["attention_weights"][0]
+
+    def copy(cache):
+        """Returns a cache with a row for each beam."""
+        return jax.tree.map(lambda x: jnp.repeat(x, BEAMS, axis=0) if jnp.ndim(x) else x, cache)
+
+    shared = weights(lambda cache: share_among_beams(cache, BEAMS))
+    shared = shared.reshape(BATCH, 2, BEAMS, LENGTH, BEAMS)
+    own = jnp.diagonal(
+        shared, axis1=2, axis2=4
+    )  # [b, h, m, n], because no beams have been reordered
+    expected = weights(copy).reshape(BATCH, BEAMS, 2, LENGTH)
+    np.testing.assert_allclose(own, expected.transpose(0, 2, 3, 1), atol=1e-6)
+    np.testing.assert_allclose(shared.sum(), own.sum(), rtol=1e-6)
