@@ -203,6 +203,30 @@ def test_padding_of_the_memory_has_no_influence(source: Any) -> None:
         np.testing.assert_array_equal(expected[~kept], 0)
 
 
+def test_padding_queries_read_no_memory() -> None:
+    """A padding query of either mask reads no memory, however the masks mark padding queries."""
+    layer = sj.MergedAttention(2, 4)
+    x = jax.random.normal(jax.random.key(0), (2, 6, D))
+    variables = general(layer.init, x, x)
+    holes = jnp.asarray([[1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 1, 1]], bool)
+    segments = jnp.asarray([[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 0]])
+    pairs = (
+        (sj.Mask.padded(jnp.array([5, 3])), sj.Mask(query_lengths=jnp.array([2, 4]))),
+        (sj.Mask(key_valid=holes).for_self_attention(), sj.Mask(query_valid=holes[:, ::-1])),
+        (sj.Mask.packed(segments), sj.Mask()),
+    )
+    for mask, memory_mask in pairs:
+        masks = {"mask": mask, "memory_mask": memory_mask}
+        y, sown = layer.apply(variables, x, x, **masks, mutable=["intermediates"])
+        real = mask.queries(6)
+        np.testing.assert_array_equal((y != 0).all(-1), real)
+        of_memory = memory_mask.queries(6)
+        if of_memory is not None:
+            real = real & of_memory
+        (weights,) = sown["intermediates"]["memory_weights"]  # [b, h, q, k]
+        np.testing.assert_array_equal((weights > 0).all((1, 3)), real)
+
+
 def test_errors_say_what_to_do(source: Any, targets: Any) -> None:
     layer = MIXERS["shared"]
     x = jnp.ones((2, 6, D))
