@@ -353,8 +353,10 @@ class DecodingCache:
     def share_among_beams(self, beams: int) -> DecodingCache:
         """Returns the cache of `beams` rows of targets for each example; see `LayerCache`."""
         layers = tuple(layer.share_among_beams(beams) for layer in self.layers)
-        repeated = self.map_rows(lambda x: jnp.repeat(x, beams, axis=0))
-        return dataclasses.replace(repeated, layers=layers)
+        prefix = self.prefix_lengths
+        if prefix is not None:
+            prefix = jnp.repeat(prefix, beams)
+        return dataclasses.replace(self, layers=layers, prefix_lengths=prefix)
 
     def reorder_beams(self, source: jax.Array) -> DecodingCache:
         """Returns the cache after every beam has taken over the past of another beam.
