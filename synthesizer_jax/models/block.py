@@ -83,7 +83,7 @@ class LayerCache:
             """Repeats the row of each example."""
             return jnp.repeat(x, beams, axis=0)
 
-        if _can_share(own):
+        if isinstance(own, Cache) and can_share(own):
             return self._map_cross(repeat, share_among_beams(own, beams))
         return self.map_rows(repeat)
 
@@ -101,7 +101,7 @@ class LayerCache:
             """Replaces each row by the row of the beam whose past it takes over."""
             return x[rows]
 
-        if _can_share(own):
+        if isinstance(own, Cache) and own.sources is not None:
             return self._map_cross(reorder, reorder_beams(own, source))
         return self.map_rows(reorder)
 
@@ -121,11 +121,6 @@ class LayerCache:
 def _map_arrays(function: Callable[[jax.Array], jax.Array], cache: MixerCache) -> MixerCache:
     """Applies a function to all arrays of a cache except scalars."""
     return jax.tree.map(lambda x: function(x) if jnp.ndim(x) else x, cache)
-
-
-def _can_share(cache: MixerCache) -> bool:
-    """Returns whether the beams of an example can share a row of a cache of self-attention."""
-    return isinstance(cache, Cache) and can_share(cache)
 
 
 @register
