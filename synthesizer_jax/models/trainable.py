@@ -79,9 +79,8 @@ class Trainable(Generic[Model]):
     def merge_for_evaluation(self, variables: Variables, base: Variables) -> Variables:
         """Returns the variables for an evaluation during training.
 
-        An evaluation reads each variable many times.
-
-        The arguments are the same as those of `merge`.
+        An evaluation reads each variable many times, so the variables are merged once, before the
+        evaluation. The arguments are the same as those of `merge`.
         """
         return self.merge_arrays(variables, base)
 
