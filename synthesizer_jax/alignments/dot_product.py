@@ -31,8 +31,8 @@ class DotProduct(Alignment):
       use_bias: whether the query and key projections have a bias, as in BERT.
       normalize_qk: whether the queries and keys of every head are divided by their root mean square
         and multiplied by a learned factor for each feature, as in Qwen 3. A norm can be given
-        instead of True. Gemma 3 uses ``RMSNorm(offset=1.0)``, Dehghani et al. 2023 use a
-        `LayerNorm` with a bias, and Flax uses a `LayerNorm` without a bias.
+        instead of True, for example ``RMSNorm(offset=1.0)`` as in Gemma 3. A `LayerNorm` has a
+        bias, in contrast to the layer normalization of `normalize_qk` in Flax.
       rotary_base: base of rotary positions (Su et al. 2021, RoFormer). The paper uses 10,000.
         Features i and ``i + head_dim / 2`` form a pair, as in Llama, and each pair is rotated by
         ``position · base^(-2 i / head_dim)`` radians. None means no rotation.

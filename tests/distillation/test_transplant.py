@@ -13,8 +13,9 @@ import pytest
 import synthesizer_jax as sj
 from synthesizer_jax.distillation.replacement import STACKS, Replacement, student_model
 from synthesizer_jax.distillation.transplant import start_as, with_variants
-from synthesizer_jax.models import RMSNorm, Size, stack_layers, stacks_of, t5, unroll
+from synthesizer_jax.models import LayerNorm, RMSNorm, Size, stack_layers, stacks_of, t5, unroll
 from synthesizer_jax.models.zoo import VARIANTS, dot_product
+from tests.layers.contract import general
 
 N = 8
 SIZE = Size(8, 2, 16, 2, 4)
@@ -104,11 +105,15 @@ def test_what_cannot_start_as_the_teacher_is_an_error(variables, kind, message):
 
 
 def test_each_layer_keeps_its_own_alignment():
-    own = [sj.DotProduct(normalize_qk=RMSNorm(offset=1.0), rotary_base=base) for base in (9.0, 2.0)]
+    norms = (RMSNorm(offset=1.0), LayerNorm())
+    own = [
+        sj.DotProduct(normalize_qk=norm, rotary_base=base)
+        for norm, base in zip(norms, (9.0, 2.0), strict=True)
+    ]
     replacements = (Replacement(dot, layers=(i,)) for i, dot in enumerate(own))
     teacher = student_model(TEACHER, tuple(replacements))
     student = with_variants(teacher, encoder="rv", decoder=None, max_length=N)
-    variables = jax.jit(teacher.init)(jax.random.key(0), INPUTS, TARGETS)
+    variables = general(teacher.init, INPUTS, TARGETS)
     params = start_as(teacher, student, variables["params"])
     found = jax.jit(student.apply)({"params": params}, INPUTS, TARGETS)
     expected = jax.jit(teacher.apply)(variables, INPUTS, TARGETS)
