@@ -113,11 +113,12 @@ def attend_fused(call: Call) -> Output:
                 f"no kernel supports it. {why}"
             )
 
+    if call.returns_log_sums:
+        return _attend_with_log_sums(call.q_length, options, inputs)
+
     # `forward` refers to `q_length` instead of `call`, because the functions that `with_gradient`
     # takes must not close over arrays.
     q_length = call.q_length
-    if call.returns_log_sums:
-        return _attend_with_log_sums(q_length, options, inputs)
 
     def forward(args: tuple[FusedInputs, jax.Array | None]) -> tuple[jax.Array, SoftmaxStats]:
         """Returns the attention output and the softmax statistics of each row."""

@@ -337,10 +337,11 @@ class Mixer(nn.Module):
             """
             x, cache = jax.tree.map(lambda a: a[None], example)
             cache = mixer.with_length(cache, length)
-            own, other = jax.tree.map(lambda a: row(a, index), (mask, memory_mask))
+            masks = jax.tree.map(lambda a: row(a, index), (mask, memory_mask))
+            own_mask, own_memory_mask = masks
             kv = cache.empty_memory
             y, cache = mixer._extend_rows(
-                MixerInput(x, own, kv, inputs.bias, cache, position, other)
+                MixerInput(x, own_mask, kv, inputs.bias, cache, position, own_memory_mask)
             )
             length = jnp.reshape(cache.length, ())
             cache = mixer.with_length(cache, None)
