@@ -139,6 +139,25 @@ def test_groups_of_heads_have_log_sums_of_their_own() -> None:
     oracle.close(found, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts))
 
 
+def test_dropout_changes_only_the_output() -> None:
+    terms, values, _ = cases.problem(("dot_product",))
+    dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    out, log_sums = attend_with_log_sums(terms, values, **dropout)
+    np.testing.assert_array_equal(log_sums, attend_with_log_sums(terms, values)[1])
+    oracle.close(out, attend(terms, values, **dropout))
+
+
+@pytest.mark.parametrize("k", [KEYS, 0])
+@pytest.mark.parametrize("route", ["static", "fused", "reference"])
+def test_log_sums_of_bfloat16_have_more_digits(route: str, k: int) -> None:
+    terms, values, _ = cases.problem(("static",), QUERIES, k)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (terms, values))
+    attend_on = functools.partial(attend_with_log_sums, q_length=QUERIES, implementation=route)
+    out, log_sums = jax.eval_shape(attend_on, *arrays)
+    assert out.dtype == jnp.bfloat16 and log_sums.dtype == jnp.float32
+    assert out.shape == (BATCH, QUERIES, HEADS, WIDTH) and log_sums.shape == out.shape[:3]
+
+
 def test_weights_without_a_softmax_have_no_log_sums() -> None:
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     window = (banded(jnp.ones((1, 1, HEADS, 3))),)
