@@ -197,7 +197,7 @@ class T5Gemma2Size:
 
 
 def window_pattern(layers: int, every: int = 6) -> tuple[bool, ...]:
-    """Returns which layers have a window: all layers except every sixth."""
+    """Returns for each layer whether it has a window. Every `every`-th layer has none."""
     return tuple((i + 1) % every != 0 for i in range(layers))
 
 
