@@ -197,8 +197,10 @@ class Subject:
 
     def _extend_with(self, variables: Any, memory: dict[str, Any]) -> Callable[..., Any]:
         """Returns the method `extend` with variables, and with the mask of the memory if any."""
-        masks = {name: memory[name] for name in memory if name == "memory_mask"}
-        return functools.partial(apply_method, self.layer.extend, variables, **masks)
+        memory_mask = memory.get("memory_mask")
+        return functools.partial(
+            apply_method, self.layer.extend, variables, memory_mask=memory_mask
+        )
 
     def loss(self, variables: Any, x: jax.Array) -> jax.Array:
         y = self.layer.apply(variables, x, mask=mask(self.mode), **self.memory(x.dtype))
