@@ -216,9 +216,10 @@ def test_padding_queries_read_no_memory() -> None:
         (sj.Mask.packed(segments), sj.Mask()),
     )
     for mask, memory_mask in pairs:
-        masks = {"mask": mask, "memory_mask": memory_mask}
+        masks: dict[str, Any] = {"mask": mask, "memory_mask": memory_mask}
         y, sown = layer.apply(variables, x, x, **masks, mutable=["intermediates"])
         real = mask.queries(6)
+        assert real is not None
         np.testing.assert_array_equal((y != 0).all(-1), real)
         of_memory = memory_mask.queries(6)
         if of_memory is not None:
