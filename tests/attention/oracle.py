@@ -65,8 +65,7 @@ def attention(
     logits = np.concatenate([np.broadcast_to(logits, seen.shape), column], axis=-1)
     seen = np.concatenate([seen, seen.any(-1, keepdims=True)], axis=-1)
     weights = masked_softmax(logits, seen)
-    with np.errstate(divide="ignore"):
-        log_sums = np.log(np.sum(np.exp(logits), axis=-1, where=seen))  # [b, h, q]
+    log_sums = np.logaddexp.reduce(logits, axis=-1, where=seen, initial=-np.inf)  # [b, h, q]
     weights, lost = weights[..., :-1], weights[..., -1]
     dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
     mean = np.sum(weights * dweights, axis=-1, keepdims=True)
