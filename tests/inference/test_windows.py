@@ -129,7 +129,8 @@ def test_padding_of_a_prompt_has_no_effect_in_a_window(layer, is_nnx):
             np.testing.assert_allclose(y[example, 5:], whole[example, n : n + 2], atol=1e-5)
 
 
-def test_a_prefix_is_seen_beyond_a_window():
+@pytest.mark.parametrize("beams", [False, True], ids=["rows", "beams"])
+def test_a_prefix_is_seen_beyond_a_window(beams):
     """Targets see a prefix even if it is longer than the window.
 
     The test covers decoding steps and training, with two rows of targets for each prefix.
@@ -141,7 +142,10 @@ def test_a_prefix_is_seen_beyond_a_window():
     @jax.jit
     def run(variables):
         cache = apply_method(model.init_cache, variables, INPUTS, max_length=4)
-        cache = cache.map_rows(lambda x: jnp.repeat(x, 2, axis=0))
+        if beams:
+            cache = cache.share_among_beams(2)
+        else:
+            cache = cache.map_rows(lambda x: jnp.repeat(x, 2, axis=0))
 
         def step(cache, token):
             """Decodes one token."""
