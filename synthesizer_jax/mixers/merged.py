@@ -380,7 +380,6 @@ def _attend_to_memory(
     memory: _KeySet,
     *,
     rows: int,
-    dropout_rate: float,
     dropout_key: jax.Array | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -393,7 +392,6 @@ def _attend_to_memory(
       memory: the keys of the memory. The queries of its terms, and the arrays of queries of its
         mask, have ``batch · rows`` rows. All other arrays have at most ``batch`` rows.
       rows: the number of rows of queries for each row of the memory.
-      dropout_rate: as in `attend`.
       dropout_key: as in `attend`.
       **options: more arguments of `attend`.
 
@@ -401,7 +399,6 @@ def _attend_to_memory(
       The outputs ``[batch · rows, q, heads, e]`` and the log sums ``[batch · rows, q, heads]``.
     """
     terms, values, mask = memory
-    options["dropout_rate"] = dropout_rate
     if rows == 1:
         return attend_with_log_sums(terms, values, mask=mask, dropout_key=dropout_key, **options)
 
