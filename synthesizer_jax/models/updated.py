@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from flax.core import meta
@@ -38,10 +37,10 @@ class UpdatedParameter(ComputedParameter):
 
     def unbox(self) -> jax.Array:
         """Returns the updated parameter."""
-        update: Any = self.update
+        update = self.update
         if len(self.shape) < len(update.axes):
             # The arrays are slices of a single layer, without the axis of the layers.
-            update = dataclasses.replace(update, axes=update.axes[1:])
+            update = update.of_one_layer()
 
         def forward(inputs: PyTree) -> tuple[jax.Array, PyTree]:
             """Returns the updated parameter, and no residuals."""

@@ -6,10 +6,11 @@ arrays are the path of the parameter, followed by the names in `Update.leaves`.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +21,33 @@ from synthesizer_jax.primitives.parameters import Axes, first_output_axis
 LORA_A, LORA_B, MAGNITUDE, ENTRIES = "lora_a", "lora_b", "lora_magnitude", "token_entries"
 
 
-class Update(Protocol):
-    """The update of one parameter. Updates are immutable and hashable."""
+@dataclasses.dataclass(frozen=True)
+class Update(abc.ABC):
+    """The update of one parameter. Updates are immutable and hashable.
+
+    Attributes:
+      parameter: the shape and dtype of the parameter.
+      axes: the logical axes of the parameter.
+    """
+
+    parameter: jax.ShapeDtypeStruct
+    axes: Axes
 
     @property
+    @abc.abstractmethod
     def leaves(self) -> tuple[str, ...]:
         """The sorted names of the update's arrays, which are appended to the parameter's path."""
 
+    def of_one_layer(self) -> Self:
+        """Returns the update of the parameter of a single layer of a scanned stack."""
+        parameter = jax.ShapeDtypeStruct(self.parameter.shape[1:], self.parameter.dtype)
+        return dataclasses.replace(self, parameter=parameter, axes=self.axes[1:])
+
+    @abc.abstractmethod
     def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
         """Returns the shape and the logical axes of every array of the update, by name."""
 
+    @abc.abstractmethod
     def init(self, keys: Mapping[str, jax.Array], base: jax.Array) -> dict[str, jax.Array]:
         """Returns the initial arrays by name.
 
@@ -40,6 +58,7 @@ class Update(Protocol):
           base: the parameter of the base.
         """
 
+    @abc.abstractmethod
     def apply(self, base: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the updated parameter.
 
@@ -50,7 +69,7 @@ class Update(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRankUpdate:
+class LowRankUpdate(Update):
     """The low-rank update of one kernel W, ``V = W + scale · A · B`` (Hu et al. 2022).
 
     With a magnitude m, the updated kernel is ``m · V / ‖V‖`` instead of V (DoRA, Liu et al. 2024).
@@ -61,7 +80,7 @@ class LowRankUpdate:
     is ``[heads, head_dim]``. In scanned layers, all of them have a leading axis of layers.
 
     Attributes:
-      kernel: the shape and dtype of the kernel W.
+      parameter: the shape and dtype of the kernel W.
       axes: the logical axes of the kernel, which determine the kernel's inputs; see
         `first_output_axis`.
       rank: the rank of the update.
@@ -69,8 +88,6 @@ class LowRankUpdate:
       has_magnitude: whether the update has a magnitude.
     """
 
-    kernel: jax.ShapeDtypeStruct
-    axes: Axes
     rank: int
     scale: float
     has_magnitude: bool = False
@@ -97,7 +114,7 @@ class LowRankUpdate:
 
     def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
         """Returns the shape and the logical axes of every array of the update, by name."""
-        shape, axes, dtype = self.kernel.shape, self.axes, self.kernel.dtype
+        shape, axes, dtype = self.parameter.shape, self.axes, self.parameter.dtype
         layers = slice(self._first_input)
         outputs = slice(self._first_output, None)
 
@@ -188,23 +205,24 @@ class EmbeddingUpdate(LowRankUpdate):
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenEntries:
+class TokenEntries(Update):
     """Trains the entries of some tokens in an embedding or an output projection.
 
     The trained entries replace the entries of the base. They are rows of an embedding
     ``[vocab, d_model]``, or columns of an output projection ``[d_model, vocab]``.
 
     Attributes:
-      array: the shape and dtype of the embedding or the output projection.
+      parameter: the shape and dtype of the embedding or the output projection.
       axes: the logical axes of the array. One of them is ``vocab``.
       tokens: the ids of the tokens.
     """
 
-    array: jax.ShapeDtypeStruct
-    axes: Axes
     tokens: tuple[int, ...]
 
-    leaves: ClassVar[tuple[str, ...]] = (ENTRIES,)
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The name of the only array, which is appended to the parameter's path."""
+        return (ENTRIES,)
 
     @property
     def _index(self) -> tuple[slice | jax.Array, ...]:
@@ -214,12 +232,12 @@ class TokenEntries:
 
     def abstract(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
         """Returns the shape and the logical axes of the entries."""
-        pairs = list(zip(self.array.shape, self.axes, strict=True))
+        pairs = list(zip(self.parameter.shape, self.axes, strict=True))
         shape = tuple(len(self.tokens) if axis == "vocab" else size for size, axis in pairs)
         # The entries are few, and their number is usually not divisible by the size of a mesh axis,
         # so they are not sharded by token.
         axes = tuple(None if axis == "vocab" else axis for _, axis in pairs)
-        return {ENTRIES: (jax.ShapeDtypeStruct(shape, self.array.dtype), axes)}
+        return {ENTRIES: (jax.ShapeDtypeStruct(shape, self.parameter.dtype), axes)}
 
     def init(self, keys: Mapping[str, jax.Array], base: jax.Array) -> dict[str, jax.Array]:
         """Returns a copy of the entries of the base."""
