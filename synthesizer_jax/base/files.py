@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, cast
 
-from synthesizer_jax.base.messages import sentence
+from synthesizer_jax.base.messages import end_sentence
 
 BUCKET = "gs://"
 """The prefix of the address of every file in a bucket."""
@@ -128,9 +128,7 @@ def describing(path: pathlib.Path, remedy: str = "Restore it, or delete it.") ->
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0][:250] or type(error).__name__
-        raise _UnreadableError(
-            f"{path} cannot be read: {reason.removesuffix('.')}. {sentence(remedy)}"
-        ) from error
+        raise _UnreadableError(f"{path} cannot be read: {end_sentence(reason)} {remedy}") from error
 
 
 def decode_lines(file: BinaryIO, path: pathlib.Path | None) -> Iterator[str]:

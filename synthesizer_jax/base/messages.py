@@ -106,11 +106,6 @@ def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
     return f"{name}={size} is not divisible by {by}. {multiples}"
 
 
-def sentence(text: str) -> str:
-    """Returns a text with a capital letter at its beginning and a period at its end."""
-    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
-
-
 def one_line_error(error: BaseException) -> str:
     """Returns the text of an error as one line with at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -14,7 +14,7 @@ from synthesizer_jax.models.token_model import TokenModel, resolve_dtype
 from synthesizer_jax.runs import code
 
 EXPERIMENT_FILE = "experiment.json"
-REMEDY = "put a good copy in its place"
+REMEDY = "Put a good copy in its place."
 
 
 class SavedModel(NamedTuple):
