@@ -365,6 +365,8 @@ class PreparedExamples:
     that were read stay in memory. If there are more examples, only the last `KEPT_CHUNKS` records
     stay in memory.
 
+    If examples are truncated, a warning says how many, for the first record with such examples.
+
     Args:
       prepared: where the files are.
       info: the description of the split.
@@ -492,7 +494,11 @@ class PreparedExamples:
         return chunk
 
     def _warn_of_truncation(self, chunk: Chunk, lengths: Mapping[str, int]) -> None:
-        """Logs how many examples of a record are too long. Only the first such record is logged."""
+        """Logs how many examples of a record are too long. Only the first such record is logged.
+
+        The user is told while the examples are read, because the lengths of a run can differ from
+        the lengths for which `data prepare` was called.
+        """
         if self._has_warned:
             return
         counts = {

@@ -142,8 +142,6 @@ class _ShardJob:
       request: the split.
       prepared: the prepared tasks, which determine the data directory and the vocabulary.
       options: arguments of `read_task`.
-      targets_length: the maximum length of targets in rows. `None` means that the length is not
-        known, or that the task consists of texts.
       key: a string that identifies everything on which the contents of the shard depend. An
         existing shard is kept only if it has the same key.
     """
@@ -151,7 +149,6 @@ class _ShardJob:
     request: SplitRequest
     prepared: PreparedTasks
     options: dict[str, Any]
-    targets_length: int | None
     key: str
 
 
@@ -223,13 +220,11 @@ def _prepare_split(
     salt = renew and secrets.token_hex(4)
     key = json.dumps([source, fixed_lengths, epochs, request.rows, FORMAT, salt])
     options = {"with_rows": request.rows, "lengths": fixed_lengths}
-    limit = lengths["targets"] if lengths and task.has_inputs else None
     jobs = [
         _ShardJob(
             request,
             prepared,
             options | {"seed": i, "shard": (i % num_shards, num_shards)},
-            targets_length=limit,
             key=key,
         )
         for i in range(count)
@@ -340,11 +335,11 @@ def _count_targets(
 ) -> Iterator[Chunk]:
     """Yields the chunks unchanged, and counts targets that a user should know about.
 
-    The function counts targets that training will truncate, targets that are hidden, and targets
-    that contain text that the vocabulary does not cover.
+    The function counts targets that are hidden, and targets that contain text that the vocabulary
+    does not cover. Targets that are too long are counted when they are read, because the same files
+    are read with different lengths; see `PreparedExamples`.
     """
     vocabulary = job.prepared.vocabulary
-    limit = job.targets_length
     sentinel = [vocabulary.first_sentinel] if task.sentinel else []
     # A hidden target consists of the sentinel, if the task has one, and of the token ids of an
     # empty text or of `UNKNOWN`, with or without EOS.
@@ -354,8 +349,6 @@ def _count_targets(
     for chunk in chunks:
         ids, ends = chunk.targets
         lengths = np.diff(ends)
-        if limit is not None:
-            counts[f"are cut at {limit} tokens"] += int((lengths > limit).sum())
         # Only short targets can be hidden, so only short targets are compared with the hidden ones.
         short = np.flatnonzero(lengths <= longest_hidden).tolist()
         counts[HIDDEN] += sum(tuple(chunk[i][1].tolist()) in hidden for i in short)

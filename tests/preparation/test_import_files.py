@@ -615,9 +615,8 @@ def test_labels_that_the_vocabulary_cannot_tell_apart_are_refused(tmp_path):
         open_stream(config, known, data_dir=tmp_path)
     import_files(describe(labels={}), splits, tmp_path, renew=True)
     report = []
-    lengths = {"inputs": 32, "targets": 3}
-    prepare("my_reviews", prepared, evaluation_splits=(), lengths=lengths, log=report.append)
-    assert report[1:] == ["  of 2 targets, 1 are cut at 3 tokens, 1 hold unknown pieces"]
+    prepare("my_reviews", prepared, evaluation_splits=(), log=report.append)
+    assert report[1:] == ["  of 2 targets, 1 hold unknown pieces"]
 
 
 def test_a_task_of_a_script_is_prepared_from_python(tmp_path, monkeypatch, capsys):
