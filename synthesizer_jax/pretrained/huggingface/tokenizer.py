@@ -74,7 +74,7 @@ def read_vocabulary(
     scratch: pathlib.Path,
     *,
     ids: SpecialIds = T5_IDS,
-    rows: int = MOST_ADDED**2,
+    rows: int | None = None,
 ) -> AnyVocabulary | None:
     """Returns the configuration of a folder's vocabulary, or `None` if no supported file is found.
 
@@ -90,7 +90,8 @@ def read_vocabulary(
       scratch: a directory in which the function may write the files of the vocabulary. The returned
         vocabulary has read these files.
       ids: the ids of the model.
-      rows: the number of rows in the model's embedding. The default is larger than any embedding.
+      rows: the number of rows in the model's embedding. `None` means that the vocabulary may have
+        any number of ids.
 
     Raises:
       ModuleNotFoundError: if the library ``tokenizers`` is needed, but is not installed.
@@ -118,7 +119,8 @@ def read_vocabulary(
             file = scratch / SENTENCEPIECE[0]
             file.write_bytes(sentencepiece_model(folder / TOKENIZER, ids))
             return named_vocabulary(str(file), 0).build()
-        return Tokenizer(str(folder / TOKENIZER)).build().for_rows(rows)
+        tokenizer = Tokenizer(str(folder / TOKENIZER)).build()
+        return tokenizer if rows is None else tokenizer.for_rows(rows)
     if obstacle is not None:
         raise ValueError(f"{obstacle} {_WRITE_TOKENIZER}")
     if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
@@ -156,7 +158,7 @@ def _read_bytes(
 
 
 def _read_sentencepiece(
-    folder: pathlib.Path, name: str, *, extra_ids: int | None, rows: int
+    folder: pathlib.Path, name: str, *, extra_ids: int | None, rows: int | None
 ) -> SentencePiece:
     """Returns the configuration of the vocabulary in a folder with a SentencePiece file.
 
@@ -165,11 +167,11 @@ def _read_sentencepiece(
       name: the name of the SentencePiece file.
       extra_ids: the number of sentinels in ``tokenizer_config.json``, or `None` if this file does
         not contain the number.
-      rows: the number of rows in the model's embedding.
+      rows: the number of rows in the model's embedding, or `None` if it is not known.
     """
     vocabulary = named_vocabulary(str(folder / name), extra_ids)
     assert isinstance(vocabulary, SentencePiece)
-    if extra_ids is None and vocabulary.build().vocab_size > rows:
+    if rows is not None and extra_ids is None and vocabulary.build().vocab_size > rows:
         # The embedding has no rows for sentinels, as in MADLAD.
         vocabulary = replace(vocabulary, extra_ids=0)
     return vocabulary
