@@ -124,11 +124,11 @@ def test_positions_with_another_scaling_are_refused(tmp_path):
     folder = make_folder(tmp_path / "model", config, make_tensors(config))
     for field in ("rope_parameters", "rope_scaling"):
         for rope, message in (
-            ({"rope_type": "yarn", "factor": 2.0}, "decoder.rope_type is 'yarn'"),
-            ({"type": "dynamic"}, "decoder.rope_type is 'dynamic'"),
+            ({"rope_type": "yarn", "factor": 2.0}, f"decoder.{field}.rope_type is 'yarn'"),
+            ({"type": "dynamic"}, f"decoder.{field}.rope_type is 'dynamic'"),
             (
                 {"rope_type": "linear"},
-                "decoder.rope_parameters has the rope_type 'linear', but no factor",
+                f"decoder.{field} has the rope_type 'linear', but no factor",
             ),
             (
                 {"rope_type": "default", "partial_rotary_factor": 0.5},

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Annotated, Any
+from typing import Any
 
 import flax.linen as nn
 
-from synthesizer_jax.alignments import DotProduct, LinearScaling
+from synthesizer_jax.alignments import DotProduct
 from synthesizer_jax.base.files import describing
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of
-from synthesizer_jax.base.typing import Choices, Length, Number, Positive
+from synthesizer_jax.base.typing import Length, Positive
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
-from synthesizer_jax.pretrained.architecture import check_same_function, first_block, other_part
-from synthesizer_jax.pretrained.huggingface.config import (
-    CONFIG,
-    FORCED,
-    IDS,
-    T5GEMMA,
-    TAKEN,
-    Layers,
-    read_ids,
-    read_json,
-    write_ids,
+from synthesizer_jax.pretrained.architecture import check_same_function, first_block
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, T5GEMMA, TAKEN, read_json
+from synthesizer_jax.pretrained.huggingface.gemma_fields import (
+    ACTIVATIONS,
+    UNLIMITED,
+    WINDOWED,
+    RotaryFields,
+    StackFields,
+    alignment_of,
+    fields_of_layers,
+    read_architectures,
+    read_gemma_ids,
+    write_gemma_ids,
 )
 from synthesizer_jax.pretrained.huggingface.names import HEADS_OF_OUTPUTS, TRANSPOSED
 from synthesizer_jax.pretrained.tensors import SAME, Layout
@@ -44,46 +46,16 @@ OUTPUT = "lm_head.out_proj.weight"
 _EMBEDDING = "embed_tokens.weight"
 """The last part of the names of embeddings."""
 
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu", "relu": "relu"}
-"""Maps transformers' names of activations to the names in this package."""
-
-_LOCAL = "sliding_attention"
-"""The value of ``layer_types`` for self-attention with a window."""
-
-_GLOBAL = "full_attention"
-"""The value of ``layer_types`` for self-attention without a window."""
-
-_UNSCALED = "default"
-"""The value of ``rope_type`` for rotary positions that are not scaled."""
-
-_LINEAR = "linear"
-"""The value of ``rope_type`` for rotary positions that are divided by a factor."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stack:
+class _Stack(StackFields):
     """The fields of ``encoder`` and ``decoder`` that are used, with transformers' defaults."""
 
     vocab_size: Length = 256_000
-    hidden_size: Length = 2304
-    intermediate_size: Length = 9216
-    num_hidden_layers: Layers = 26
-    num_attention_heads: Length = 8
-    num_key_value_heads: Length = 4
-    head_dim: Length = 256
-    hidden_activation: Annotated[str, Choices(tuple(ACTIVATIONS))] = "gelu_pytorch_tanh"
-    rms_norm_eps: Positive = 1e-6
-    query_pre_attn_scalar: Length = 256
     sliding_window: Length | None = 4096
-    layer_types: tuple[Annotated[str, Choices((_LOCAL, _GLOBAL))], ...] | None = None
     attn_logit_softcapping: Positive | None = 50.0
     final_logit_softcapping: Positive | None = 30.0
-    attention_bias: Annotated[bool, Choices((False,))] = False
-    rope_theta: Positive = 10_000.0
-    rope_type: Annotated[str, Choices((_UNSCALED, _LINEAR))] = _UNSCALED
-    factor: Positive | None = None
-    partial_rotary_factor: Annotated[float, Choices((1.0,))] = 1.0
-    bos_token_id: Number = 2
+    rotary: RotaryFields
 
     @classmethod
     def read(cls, data: dict[str, Any], path: str) -> _Stack:
@@ -96,15 +68,7 @@ class _Stack:
         Raises:
           ValueError: if a field has a value that is not supported.
         """
-        data = {**data, **_rope(data, path)}
-        if isinstance(data.get("layer_types"), list):
-            data["layer_types"] = tuple(data["layer_types"])
-        fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        check_types(cls, fields, path)
-        stack = cls(**fields)
-        if stack.rope_type == _LINEAR and stack.factor is None:
-            raise ValueError(f"{path}.rope_parameters has the rope_type {_LINEAR!r}, but no factor")
-        return stack
+        return cls.read_fields({**data, "rotary": _read_rotary(data, path)}, path)
 
     def build(self, *, in_decoder: bool, dropout_rate: float, attention_dropout: float) -> Stack:
         """Returns the stack that the fields describe."""
@@ -120,10 +84,11 @@ class _Stack:
             soft_cap=self.attn_logit_softcapping,
             dropout_rate=attention_dropout,
         )
-        scaling = None
-        if self.rope_type == _LINEAR and self.factor:
-            scaling = LinearScaling(self.factor)
-        rotary = DotProduct(scale=scale, rotary_base=self.rope_theta, rotary_scaling=scaling)
+        rotary = DotProduct(
+            scale=scale,
+            rotary_base=self.rotary.rope_theta,
+            rotary_scaling=self.rotary.scaling,
+        )
         global_mixer = cross.copy(alignment=rotary)
         window = self.sliding_window
         if window is not None and not in_decoder:
@@ -141,9 +106,12 @@ class _Stack:
             norm=norm,
             output_norm=True,
         )
-        blocks = {_GLOBAL: block, _LOCAL: block.copy(self_mixer=global_mixer.copy(window=window))}
+        blocks = {
+            UNLIMITED: block,
+            WINDOWED: block.copy(self_mixer=global_mixer.copy(window=window)),
+        }
         # By default, layers with and without a window alternate, beginning with a window.
-        kinds = self.layer_types or (_LOCAL, _GLOBAL) * self.num_hidden_layers
+        kinds = self.layer_types or (WINDOWED, UNLIMITED) * self.num_hidden_layers
         runs = tuple(Run(blocks[kind], 1) for kind in kinds[: self.num_hidden_layers])
         return Stack(runs, norm=norm, dropout_rate=dropout_rate)
 
@@ -154,12 +122,9 @@ class _Stack:
         Raises:
           ValueError: if the fields cannot describe a part of the stack. The message names the part.
         """
-        block, mixer, feed_forward = first_block(stack, name)
-        dot = mixer.alignment
-        if not isinstance(dot, DotProduct) or not dot.scale:
-            raise ValueError(
-                other_part(f"{name}.layers.0.self_mixer.alignment", type(dot).__name__)
-            )
+        layers = fields_of_layers(stack, name)
+        block, mixer, _ = first_block(stack, name)
+        dot = alignment_of(mixer, f"{name}.layers.0.self_mixer")
 
         mixers = [run.block.self_mixer for run in stack.runs for _ in range(run.repeats)]
         windows = [getattr(other, "window", None) for other in mixers]
@@ -169,42 +134,31 @@ class _Stack:
             # encoder.
             window -= 1
 
-        activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-        scaling = dot.rotary_scaling
-        factor = scaling.factor if isinstance(scaling, LinearScaling) else None
         return cls(
-            intermediate_size=feed_forward.hidden_dim,
-            num_hidden_layers=stack.num_layers,
-            num_attention_heads=mixer.num_heads,
-            num_key_value_heads=mixer.num_value_heads,
-            head_dim=mixer.head_dim,
-            hidden_activation=activations.get(feed_forward.activations[0], "relu"),
-            rms_norm_eps=block.norm.epsilon if isinstance(block.norm, RMSNorm) else 1e-6,
-            query_pre_attn_scalar=round(dot.scale**-2),
+            **layers,
             sliding_window=window,
-            layer_types=tuple(_LOCAL if w else _GLOBAL for w in windows),
+            layer_types=tuple(WINDOWED if w else UNLIMITED for w in windows),
             attn_logit_softcapping=mixer.soft_cap,
-            rope_theta=dot.rotary_base or 10_000.0,
-            rope_type=_UNSCALED if factor is None else _LINEAR,
-            factor=factor,
+            rotary=RotaryFields.of(dot),
             **fields,
         )
 
 
-def _rope(data: dict[str, Any], path: str) -> dict[str, Any]:
+def _read_rotary(data: dict[str, Any], path: str) -> RotaryFields:
     """Returns the settings of the rotary position embeddings of a stack.
 
     Version 4 of transformers calls the settings ``rope_scaling``. Version 5 calls the settings
     ``rope_parameters``. If a stack has both keys, this function uses ``rope_scaling``, as version 5
     does.
     """
-    names = [name for name in ("rope_scaling", "rope_parameters") if data.get(name)]
-    if not names:
-        return {}
-    rope = data[names[0]]
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{path}.{names[0]} must be one set of settings for all layers")
-    return {"rope_type": rope.get("type", _UNSCALED), **rope}
+    name = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
+    settings = data.get(name) or {}
+    if not isinstance(settings, dict) or any(isinstance(x, dict) for x in settings.values()):
+        raise ValueError(f"{path}.{name} must be one set of settings for all layers")
+    # In configurations of version 4, these two settings are beside ``rope_scaling``.
+    names = ("rope_theta", "partial_rotary_factor")
+    beside: dict[str, Any] = {key: data[key] for key in names if key in data}
+    return RotaryFields.read({**beside, **settings}, 10_000.0, f"{path}.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,25 +190,16 @@ class T5Gemma:
             decoder_fields = data.get("decoder") or {}
             encoder = _Stack.read(data.get("encoder") or {}, "encoder")
             decoder = _Stack.read(decoder_fields, "decoder")
-            for name in map(str, data.get("architectures") or ()):
-                if name.endswith("Classification"):
-                    raise ValueError(f"a {name} is not supported")
+            for name in read_architectures(data):
                 encoder_only = encoder_only or name.endswith("EncoderModel")
             rates = {name: data.get(name, 0.0) for name in ("dropout_rate", "attention_dropout")}
             tied = data.get("tie_word_embeddings", True)
             check_types(cls, {"tied": tied, **rates})
-        # Ids at the top level of the configuration take precedence over ids in the entry
-        # ``decoder``.
-        ids = {name: decoder_fields.get(name) for name in IDS}
-        ids.update(data)
-        # The first input of a T5Gemma's decoder is BOS, unless the configuration names a different
-        # id.
-        unsaid = SpecialIds(start=decoder.bos_token_id)
         return cls(
             encoder,
             None if encoder_only else decoder,
             tied,
-            ids=read_ids(folder, ids, unsaid),
+            ids=read_gemma_ids(folder, data, decoder_fields, decoder.bos_token_id),
             **rates,
         )
 
@@ -311,23 +256,17 @@ class T5Gemma:
 
         The argument `dtype` is the name of the tensors' dtype.
         """
-        ids = {name: value for name, value in write_ids(self.ids).items() if name not in FORCED}
-        ids["bos_token_id"] = self.ids.start
+        ids = write_gemma_ids(self.ids)
 
         def part(stack: _Stack) -> dict[str, Any]:
             """Returns the fields of one stack."""
             fields = fields_of(stack)
-            del fields["partial_rotary_factor"]
-            theta = fields.pop("rope_theta")
-            factor = fields.pop("factor")
-            scaling = {"rope_type": fields.pop("rope_type")}
-            if factor is not None:
-                scaling["factor"] = factor
-            rope = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_theta": theta}
-            if factor is not None:
+            rotary = fields.pop("rotary").write()
+            rope = {"rope_parameters": rotary, "rope_theta": rotary["rope_theta"]}
+            if stack.rotary.scaling is not None:
                 # Write ``rope_scaling``, because version 4 of transformers reads only this key, and
                 # version 5 prefers it.
-                rope["rope_scaling"] = scaling
+                rope["rope_scaling"] = {k: x for k, x in rotary.items() if k != "rope_theta"}
             return {"model_type": "t5_gemma_module", **fields, **rope, **ids}
 
         kind = "ForConditionalGeneration" if self.decoder else "EncoderModel"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import flax.linen as nn
 
-from synthesizer_jax.alignments import DotProduct, LinearScaling
+from synthesizer_jax.alignments import DotProduct
 from synthesizer_jax.base.files import describing
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import check_types, fields_of, format_value
@@ -26,19 +26,26 @@ from synthesizer_jax.models.t5gemma2 import (
     t5gemma2,
     window_pattern,
 )
-from synthesizer_jax.pretrained.architecture import check_same_function, first_block, other_part
+from synthesizer_jax.pretrained.architecture import check_same_function, first_block
 from synthesizer_jax.pretrained.huggingface import t5gemma
 from synthesizer_jax.pretrained.huggingface.config import (
     CONFIG,
-    FORCED,
-    IDS,
     T5GEMMA2,
     T5GEMMA2_ENCODER,
     TAKEN,
-    Layers,
-    read_ids,
     read_json,
-    write_ids,
+)
+from synthesizer_jax.pretrained.huggingface.gemma_fields import (
+    ACTIVATIONS,
+    UNLIMITED,
+    WINDOWED,
+    RotaryFields,
+    StackFields,
+    alignment_of,
+    fields_of_layers,
+    read_architectures,
+    read_gemma_ids,
+    write_gemma_ids,
 )
 from synthesizer_jax.pretrained.tensors import SAME, Layout
 from synthesizer_jax.primitives.norms import RMSNorm
@@ -96,84 +103,18 @@ Transformers cannot build a T5Gemma 2 without a vision tower. The exported folde
 this smallest possible tower, so transformers warns that its parameters are random.
 """
 
-_WINDOWED, _UNLIMITED = "sliding_attention", "full_attention"
-"""The values of ``layer_types`` for self-attention with and without a window."""
-
-_UNSCALED, _LINEAR = "default", "linear"
-"""The supported values of ``rope_type``: unscaled positions, and positions divided by a factor."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Rotary:
-    """The settings of the rotary positions in one type of layers."""
-
-    rope_theta: Positive
-    rope_type: Annotated[str, Choices((_UNSCALED, _LINEAR))] = _UNSCALED
-    factor: Positive | None = None
-    partial_rotary_factor: Annotated[float, Choices((1.0,))] = 1.0
-
-    @classmethod
-    def read(cls, data: dict[str, Any], base: object, path: str) -> _Rotary:
-        """Returns the settings in a JSON object.
-
-        Args:
-          data: the JSON object.
-          base: the base of the rotary positions if `data` does not contain it.
-          path: the name of the settings in error messages.
-
-        Raises:
-          ValueError: if a setting has a value that is not supported.
-        """
-        data = {"rope_theta": base, "rope_type": data.get("type", _UNSCALED), **data}
-        fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        check_types(cls, fields, path)
-        rotary = cls(**fields)
-        if rotary.rope_type == _LINEAR and rotary.factor is None:
-            raise ValueError(f"{path} has the rope_type {_LINEAR!r}, but no factor")
-        return rotary
-
-    def build(self) -> Rotary:
-        """Returns the settings in the form of this package."""
-        factor = self.factor if self.rope_type == _LINEAR else None
-        return Rotary(self.rope_theta, factor or 1.0)
-
-    @classmethod
-    def of(cls, dot: DotProduct) -> _Rotary:
-        """Returns the settings of an alignment."""
-        scaling = dot.rotary_scaling
-        if not isinstance(scaling, LinearScaling):
-            return cls(rope_theta=dot.rotary_base or 1.0)
-        return cls(rope_theta=dot.rotary_base or 1.0, rope_type=_LINEAR, factor=scaling.factor)
-
-    def write(self) -> dict[str, Any]:
-        """Returns the JSON object of the settings."""
-        written = {"rope_type": self.rope_type, "rope_theta": self.rope_theta}
-        return written if self.factor is None else {**written, "factor": self.factor}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stack:
+class _Stack(StackFields):
     """The fields of a text model that are used, with the defaults of transformers."""
 
     vocab_size: Length = 262_208
-    hidden_size: Length = 2304
-    intermediate_size: Length = 9216
-    num_hidden_layers: Layers = 26
-    num_attention_heads: Length = 8
-    num_key_value_heads: Length = 4
-    head_dim: Length = 256
-    hidden_activation: Annotated[str, Choices(tuple(t5gemma.ACTIVATIONS))] = "gelu_pytorch_tanh"
-    rms_norm_eps: Positive = 1e-6
-    query_pre_attn_scalar: Length = 256
     sliding_window: Length = 4096
     sliding_window_pattern: Length = 6
-    layer_types: tuple[Annotated[str, Choices((_WINDOWED, _UNLIMITED))], ...] | None = None
     attn_logit_softcapping: Annotated[float | None, Choices((None,))] = None
     final_logit_softcapping: Positive | None = None
-    attention_bias: Annotated[bool, Choices((False,))] = False
-    bos_token_id: Number = 2
-    windowed: _Rotary
-    unlimited: _Rotary
+    windowed: RotaryFields
+    unlimited: RotaryFields
 
     @classmethod
     def read(cls, data: dict[str, Any], path: str) -> _Stack:
@@ -186,12 +127,7 @@ class _Stack:
         Raises:
           ValueError: if a field has a value that is not supported.
         """
-        data = {**data, **_read_rotary(data, path)}
-        if isinstance(data.get("layer_types"), list):
-            data["layer_types"] = tuple(data["layer_types"])
-        fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        check_types(cls, fields, path)
-        stack = cls(**fields)
+        stack = cls.read_fields({**data, **_read_rotary(data, path)}, path)
         types = stack.layer_types
         if types is not None and len(types) != stack.num_hidden_layers:
             raise ValueError(
@@ -204,7 +140,7 @@ class _Stack:
         """Returns the settings of the stack."""
         has_window = window_pattern(self.num_hidden_layers, self.sliding_window_pattern)
         if self.layer_types is not None:
-            has_window = tuple(kind == _WINDOWED for kind in self.layer_types)
+            has_window = tuple(kind == WINDOWED for kind in self.layer_types)
         return StackSettings(
             has_window=has_window,
             d_ff=self.intermediate_size,
@@ -212,10 +148,10 @@ class _Stack:
             num_kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
             window=self.sliding_window,
-            windowed=self.windowed.build(),
-            unlimited=self.unlimited.build(),
+            windowed=_rotary(self.windowed),
+            unlimited=_rotary(self.unlimited),
             scale=self.query_pre_attn_scalar**-0.5,
-            activation=t5gemma.ACTIVATIONS[self.hidden_activation],
+            activation=ACTIVATIONS[self.hidden_activation],
             epsilon=self.rms_norm_eps,
             dropout_rate=dropout_rate,
             attention_dropout=attention_dropout,
@@ -228,7 +164,7 @@ class _Stack:
         Raises:
           ValueError: if the fields cannot describe a part of the stack. The message names the part.
         """
-        block, mixer, feed_forward = first_block(stack, name)
+        layers = fields_of_layers(stack, name)
         # The fields describe a layer with a window and a layer without one. If the stack has only
         # one type of layers, the settings of the other type do not matter.
         dots: dict[bool, DotProduct] = {}
@@ -236,10 +172,7 @@ class _Stack:
         window = 1
         for run in stack.runs:
             run_mixer = run.block.self_mixer
-            dot = getattr(run_mixer, "alignment", None)
-            if not isinstance(dot, DotProduct) or not dot.scale:
-                path = f"{name}.layers.{len(has_window)}.self_mixer.alignment"
-                raise ValueError(other_part(path, type(dot).__name__))
+            dot = alignment_of(run_mixer, f"{name}.layers.{len(has_window)}.self_mixer")
             limit = getattr(run_mixer, "window", None)
             dots.setdefault(limit is not None, dot)
             has_window += [limit is not None] * run.repeats
@@ -248,20 +181,12 @@ class _Stack:
             elif limit is not None:
                 window = limit
         first = next(iter(dots.values()))
-        activations = {ours: theirs for theirs, ours in t5gemma.ACTIVATIONS.items()}
         return cls(
-            intermediate_size=feed_forward.hidden_dim,
-            num_hidden_layers=stack.num_layers,
-            num_attention_heads=mixer.num_heads,
-            num_key_value_heads=mixer.num_value_heads,
-            head_dim=mixer.head_dim,
-            hidden_activation=activations.get(feed_forward.activations[0], "relu"),
-            rms_norm_eps=block.norm.epsilon if isinstance(block.norm, RMSNorm) else 1e-6,
-            query_pre_attn_scalar=round(first.scale**-2) if first.scale else 1,
+            **layers,
             sliding_window=window,
-            layer_types=tuple(_WINDOWED if w else _UNLIMITED for w in has_window),
-            windowed=_Rotary.of(dots.get(True, first)),
-            unlimited=_Rotary.of(dots.get(False, first)),
+            layer_types=tuple(WINDOWED if w else UNLIMITED for w in has_window),
+            windowed=RotaryFields.of(dots.get(True, first)),
+            unlimited=RotaryFields.of(dots.get(False, first)),
             **fields,
         )
 
@@ -269,31 +194,37 @@ class _Stack:
         """Returns the fields of the text model in ``config.json``."""
         fields = fields_of(self)
         del fields["sliding_window_pattern"]
-        rotary = {_WINDOWED: fields.pop("windowed"), _UNLIMITED: fields.pop("unlimited")}
+        rotary = {WINDOWED: fields.pop("windowed"), UNLIMITED: fields.pop("unlimited")}
         return {**fields, "rope_parameters": {kind: x.write() for kind, x in rotary.items()}}
 
 
-def _read_rotary(data: dict[str, Any], path: str) -> dict[str, _Rotary]:
+def _rotary(fields: RotaryFields) -> Rotary:
+    """Returns the settings of rotary positions in the form of the model."""
+    factor = 1.0 if fields.scaling is None else fields.scaling.factor
+    return Rotary(fields.rope_theta, factor)
+
+
+def _read_rotary(data: dict[str, Any], path: str) -> dict[str, RotaryFields]:
     """Returns the settings of the rotary positions of a text model.
 
     Folders in the format of version 4 of transformers have ``rope_scaling`` for layers without a
     window, and the bases of both types of layers in ``rope_theta`` and ``rope_local_base_freq``.
     """
     given = data.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not given.keys() <= {_WINDOWED, _UNLIMITED}:
+    if not isinstance(given, dict) or not given.keys() <= {WINDOWED, UNLIMITED}:
         raise ValueError(
-            f"{path}.rope_parameters must only have settings for {_UNLIMITED} and {_WINDOWED}"
+            f"{path}.rope_parameters must only have settings for {UNLIMITED} and {WINDOWED}"
         )
     found = {}
     for field, kind, old_name, base in (
-        ("windowed", _WINDOWED, "rope_local_base_freq", 10_000.0),
-        ("unlimited", _UNLIMITED, "rope_theta", 1_000_000.0),
+        ("windowed", WINDOWED, "rope_local_base_freq", 10_000.0),
+        ("unlimited", UNLIMITED, "rope_theta", 1_000_000.0),
     ):
         settings = dict(given.get(kind) or {})
-        if kind == _UNLIMITED:
+        if kind == UNLIMITED:
             settings.update(data.get("rope_scaling") or {})
         path_of_kind = f"{path}.rope_parameters.{kind}"
-        found[field] = _Rotary.read(settings, data.get(old_name, base), path_of_kind)
+        found[field] = RotaryFields.read(settings, data.get(old_name, base), path_of_kind)
     return found
 
 
@@ -336,9 +267,7 @@ class T5Gemma2:
                 fields = data.get("decoder") or {}
                 decoder = _Stack.read(fields, "decoder")
                 _check_same_sizes(encoder, decoder)
-            for architecture in map(str, data.get("architectures") or ()):
-                if architecture.endswith("Classification"):
-                    raise ValueError(f"a {architecture} is not supported")
+            read_architectures(data)
             if data.get("tie_word_embeddings", True) is not True:
                 raise ValueError(
                     f"tie_word_embeddings is {format_value(data['tie_word_embeddings'])}, but a "
@@ -348,16 +277,12 @@ class T5Gemma2:
             end_of_image = encoder_data.get("eoi_token_index", END_OF_IMAGE)
             check_types(cls, {"end_of_image": end_of_image, **rates})
 
-        # Ids at the top level of the configuration take precedence over ids of the text model. The
-        # first input of the decoder is BOS, unless the configuration names a different id.
-        ids = {name: fields.get(name) for name in IDS}
-        ids.update(data)
-        default_ids = SpecialIds(start=(decoder or encoder).bos_token_id)
+        bos = (decoder or encoder).bos_token_id
         return cls(
             encoder,
             None if encoder_only else decoder,
             end_of_image,
-            ids=read_ids(folder, ids, default_ids),
+            ids=read_gemma_ids(folder, data, fields, bos),
             **rates,
         )
 
@@ -409,8 +334,7 @@ class T5Gemma2:
 
         The argument `dtype` is the name of the tensors' dtype.
         """
-        ids = {name: value for name, value in write_ids(self.ids).items() if name not in FORCED}
-        ids["bos_token_id"] = self.ids.start
+        ids = write_gemma_ids(self.ids)
         rates = {"dropout_rate": self.dropout_rate, "attention_dropout": self.attention_dropout}
         encoder = {
             "text_config": {
