@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from flax import traverse_util
 
@@ -115,17 +116,14 @@ def with_adapters(folder: pathlib.Path, base: Pretrained) -> Pretrained:
     """
     config = PeftConfig.read(folder / ADAPTER_CONFIG)
     saved = _open_tensors(folder)
-    adapters = _Adapters(config, saved, base.model)
-    parameters = adapters.parameters()
-    if adapters.problems or not saved:
-        reason = "; ".join(adapters.problems) or "it contains no LoRA adapters"
+    matched = _Matcher(config, saved, base.model).match()
+    if matched.problems or not saved:
+        reason = "; ".join(matched.problems) or "it contains no LoRA adapters"
         raise ValueError(f"{folder} does not fit its base: {reason}.")
 
     params: dict[tuple[str, ...], Unread] = traverse_util.flatten_dict(base.params)
-    changed = {site.path: change.read_with(params, site) for site, change in parameters}
-    return base._replace(
-        model=adapters.model, params=traverse_util.unflatten_dict(params | changed)
-    )
+    changed = {site.path: change.read_with(params, site) for site, change in matched.changes}
+    return base._replace(model=matched.model, params=traverse_util.unflatten_dict(params | changed))
 
 
 def _open_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
@@ -169,34 +167,46 @@ def _prefix_in_whole(encoder: Encoder) -> str:
     return t5gemma.PREFIX if t5gemma.has_output_norm(encoder) else ""
 
 
-class _Adapters:
+class _Matched(NamedTuple):
+    """The result of matching a folder of PEFT with its base model.
+
+    Attributes:
+      model: the model with the adapters, which differs from the base model if modules that share an
+        embedding have different adapters.
+      changes: the changed parameters. If there are problems, some of them may be missing.
+      problems: reasons why the folder does not fit the base model, as parts of a sentence.
+    """
+
+    model: EncoderDecoder | Encoder
+    changes: list[tuple[Site, Change]]
+    problems: list[str]
+
+
+class _Matcher:
     """Matches the tensors of a folder of PEFT with the parameters of its base model.
+
+    A matcher is used once, because it remembers which tensors it has matched.
 
     Args:
       config: the options of the folder.
       saved: the tensors by name.
       model: the base model.
-
-    Attributes:
-      model: the model with the adapters, which differs from the base model if modules that share an
-        embedding have different adapters.
-      problems: reasons why the folder does not fit the base model, as parts of a sentence.
     """
 
     def __init__(
         self, config: PeftConfig, saved: Mapping[str, Tensor], model: EncoderDecoder | Encoder
     ):
-        self.model = model
-        self.problems: list[str] = []
         self._config = config
         self._base = model
+        self._model = model
+        self._problems: list[str] = []
         self._known: set[str] = set()
         self._updated: set[str] = set()
         self._tensors = _tensors_of(model, saved)
         self._share_embedding()
 
-    def parameters(self) -> list[tuple[Site, Change]]:
-        """Returns the changed parameters. `problems` is complete afterwards."""
+    def match(self) -> _Matched:
+        """Returns the changed parameters, the model that has them, and all problems."""
         found: list[tuple[Site, Change]] = []
         matrices: list[str] = []
         for c in correspondences(self._base, kind_of(self._base).name_of):
@@ -207,11 +217,11 @@ class _Adapters:
             found += self._sites(c, modules, changes)
 
         self._check_targets(matrices)
-        self.problems += [
+        self._problems += [
             f"{name} is neither an update of a matrix of the base nor one of its parameters"
             for name in sorted(self._tensors.keys() - self._known)
         ]
-        return found
+        return _Matched(self._model, found, self._problems)
 
     def _sites(
         self, c: Correspondence, modules: Sequence[str], changes: Sequence[Change]
@@ -234,7 +244,7 @@ class _Adapters:
             if change.is_same(changes[0]):
                 continue
             if t5gemma2.is_t5gemma2(self._base):
-                self.problems.append(
+                self._problems.append(
                     f"{first} and {module} are one parameter of a T5Gemma 2, so their adapters "
                     "must be equal"
                 )
@@ -242,14 +252,14 @@ class _Adapters:
                 scale = self._base.logits_scale
                 if scale is None:
                     scale = self._base.d_model**-0.5
-                self.model = replace(self.model, tied=False, logits_scale=scale)
+                self._model = replace(self._model, tied=False, logits_scale=scale)
                 split = Correspondence(
                     ("logits_kernel",), c.shape[::-1], module + WEIGHT, TRANSPOSED
                 )
                 sites.append((Site(split, c.path, is_transposed=True), change))
             else:
-                self.model = replace(
-                    self.model,
+                self._model = replace(
+                    self._model,
                     encoder_d_model=self._base.d_model,
                     encoder_embedding_scale=self._base.embedding_scale,
                 )
@@ -258,7 +268,7 @@ class _Adapters:
         return sites
 
     def _change_of(self, module: str, c: Correspondence) -> Change:
-        """Returns the change of a module. Tensors that do not fit are added to `problems`."""
+        """Returns the change of a module. Tensors that do not fit are added to the problems."""
         change = Change(whole=self._whole_of(module, c))
         if len(c.shape) > 1:
             change = self._with_factors(change, module, c)
@@ -279,11 +289,11 @@ class _Adapters:
             if tensor is None:
                 continue
             if tensor.shape != shape:
-                self.problems.append(
+                self._problems.append(
                     f"{name} has the shape {tensor.shape}, but in the base its shape is {shape}"
                 )
             elif tensor.dtype not in FLOATS:
-                self.problems.append(
+                self._problems.append(
                     f"{name} is {tensor.dtype}, which is not a floating-point dtype"
                 )
             else:
@@ -306,21 +316,21 @@ class _Adapters:
         inputs, outputs = shape if embeds else shape[::-1]
         both = " and ".join(names)
         if a is None or b is None or not _are_update(a, b, inputs, outputs):
-            self.problems.append(f"{both} do not fit {c.name}, which has the shape {shape}")
+            self._problems.append(f"{both} do not fit {c.name}, which has the shape {shape}")
             return change
         rank = a.shape[0]
         expected = self._config.rank_of(self._full_name(module))
         if expected not in (None, rank):
-            self.problems.append(
+            self._problems.append(
                 f"{both} have the rank {rank}, but the configuration says {expected}"
             )
         if self._config.has_magnitudes != (magnitude is not None):
-            self.problems.append(
+            self._problems.append(
                 f"use_dora is {self._config.has_magnitudes}, but {magnitude_name(module)} "
                 f"{'exists' if magnitude is not None else 'is missing'}"
             )
         elif magnitude is not None and magnitude.shape != (outputs,):
-            self.problems.append(
+            self._problems.append(
                 f"{magnitude_name(module)} has the shape {magnitude.shape} instead of {(outputs,)}"
             )
         return change._replace(
@@ -345,13 +355,13 @@ class _Adapters:
         tokens = self._config.tokens_of(self._full_name(source))
         num_tokens, width = c.layout.shape(c.shape)
         if rows.shape != (len(tokens), width) or rows.dtype not in FLOATS:
-            self.problems.append(
+            self._problems.append(
                 f"{rows_name(source)} has the shape {rows.shape} instead of {(len(tokens), width)}"
             )
             return change
         unknown = [token for token in tokens if not 0 <= token < num_tokens]
         if unknown:
-            self.problems.append(
+            self._problems.append(
                 f"trainable_token_indices contains {unknown[0]}, but {c.name} has only the tokens "
                 f"0 to {num_tokens - 1} (resize the embedding of the base)"
             )
@@ -381,21 +391,21 @@ class _Adapters:
                 selected |= {*EMBEDDINGS_OF_STACKS, OUTPUTS[0]} & updated
                 self._known.update(update_names(SHARED))
             else:
-                self.problems.append(
+                self._problems.append(
                     f"target_modules selects {SHARED}, but transformers does not compute with it "
                     "(train embed_tokens instead)"
                 )
-        self.problems += [
+        self._problems += [
             f"target_modules selects {name}, but {update_names(name)[0]} is missing"
             for name in sorted(selected - updated)
         ]
-        self.problems += [
+        self._problems += [
             f"{update_names(name)[0]} exists, but target_modules does not select {name}"
             for name in sorted(updated - selected)
         ]
         # If the base is only an encoder, all adapters may belong to the decoder.
         if not (selected or updated or isinstance(self._base, Encoder)):
-            self.problems.append("target_modules selects no module of the base")
+            self._problems.append("target_modules selects no module of the base")
 
     def _share_embedding(self) -> None:
         """Copies the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
@@ -403,13 +413,13 @@ class _Adapters:
         If a folder of PEFT contains ``shared.weight``, the tensor is usually a copy of the base
         model's tensor. However, if ``modules_to_save`` names the module ``shared``, the tensor has
         no effect, because transformers computes with the embeddings of the stacks. A tensor without
-        an effect is added to `problems`.
+        an effect is added to the problems.
         """
         tensor = self._tensors.pop(SHARED + WEIGHT, None)
         if tensor is None:
             return
         if any(SHARED.endswith(name) for name in self._config.whole):
-            self.problems.append(
+            self._problems.append(
                 f"modules_to_save contains {SHARED}, but transformers does not compute with it "
                 "(train embed_tokens instead)"
             )
