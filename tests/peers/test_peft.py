@@ -110,6 +110,7 @@ def test_what_peft_saves_is_read(base, targets, options):
 
 ATTENTION = ["q", "v", "q_proj", "v_proj"]
 OUTPUT = "the output projection"
+UPDATED_TOKENS = "tokens of an output projection with an update"
 READ = {
     "patterns": {
         "target_modules": r".*\.(q|wo|q_proj|down_proj)",
@@ -134,6 +135,10 @@ READ = {
         "target_modules": ATTENTION,
         "trainable_token_indices": {"embed_tokens": [9, 4]},
     },
+    UPDATED_TOKENS: {
+        "target_modules": [*ATTENTION, OUTPUT],
+        "trainable_token_indices": [9, 4],
+    },
     "orthogonal": {"target_modules": ATTENTION, "init_lora_weights": "orthogonal", "r": 4},
 }
 """Options of PEFT's adapters, by the kinds of adapters."""
@@ -142,6 +147,8 @@ READ = {
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "T5Gemma, tied", "T5Gemma"])
 @pytest.mark.parametrize("kind", READ)
 def test_all_kinds_of_adapters_of_peft_are_read(tmp_path, monkeypatch, family, kind):
+    if kind == UPDATED_TOKENS and family == "T5 1.1, FLAN-T5":
+        pytest.skip("PEFT refuses these options if the output projection is not tied")
     monkeypatch.chdir(tmp_path)
     make_base(tmp_path / "base", family)
     options = {"r": 3, "lora_alpha": 7, "task_type": "SEQ_2_SEQ_LM"} | READ[kind]

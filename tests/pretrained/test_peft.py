@@ -575,3 +575,20 @@ def test_a_run_is_exported_and_read_again(tmp_path, base, targets, rules, module
         match=r"run has no training\.adapters, .* Export the model with --to huggingface",
     ):
         export_run(run, tmp_path / "none", to="peft")
+
+
+@pytest.mark.parametrize("config", [TINY, TINY | UNTIED], ids=["tied", "untied"])
+def test_updates_are_added_to_the_rows_of_trained_tokens(tmp_path, config):
+    """As in PEFT, the rows of trained tokens belong to the module to which the update is added."""
+    tensors = make_tensors(config)
+    base = make_folder(tmp_path / "base", config, tensors)
+    rows = normal(1, 2, TINY["d_model"])
+    projection = tensors["shared.weight" if config is TINY else "lm_head.weight"].copy()
+    projection[[7, 4]] = rows
+    updates, updated, _ = low_rank({"lm_head.weight": projection}, "lm_head", 2)
+    updates = {name: x for name, x in updates.items() if not name.endswith("vector")}
+    updates["base_model.model.shared.token_adapter.trainable_tokens_delta"] = rows
+    folder = write(tmp_path / "adapters", base, updates, trainable_token_indices=[7, 4])
+    params = load(folder).variables["params"]
+    np.testing.assert_allclose(params["logits_kernel"], updated.T, atol=1e-5)
+    np.testing.assert_array_equal(params["embedding"][np.array([7, 4])], rows)

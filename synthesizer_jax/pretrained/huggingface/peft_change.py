@@ -20,22 +20,22 @@ class Change(NamedTuple):
 
     Attributes:
       whole: a tensor that replaces W, or None.
+      tokens: the ids of tokens whose rows are replaced.
+      rows: the new rows of the tokens, or None.
       factors: the factors L ``[rows, rank]`` and R ``[rank, columns]`` of an update
         ``W + scale · L · R``, or None.
       scale: the scale of the update.
       magnitude: the new norms of the rows or columns of the updated tensor, or None.
       norm_axis: the axis over which the norms are taken.
-      tokens: the ids of tokens whose rows are replaced.
-      rows: the new rows of the tokens, or None.
     """
 
     whole: Tensor | None = None
+    tokens: tuple[int, ...] = ()
+    rows: Tensor | None = None
     factors: tuple[Tensor, Tensor] | None = None
     scale: float = 1.0
     magnitude: Tensor | None = None
     norm_axis: int = 1
-    tokens: tuple[int, ...] = ()
-    rows: Tensor | None = None
 
     def is_same(self, other: Change) -> bool:
         """Returns whether two changes have the same effect."""
@@ -74,37 +74,40 @@ class Change(NamedTuple):
           part: the part to read.
         """
         layout = site.correspondence.layout
-        if self.magnitude is not None:
-            # The norms need the whole tensor.
-            matrix = self._updated(layout.from_ours(base.read("float32")))
-            return np.ascontiguousarray(layout.to_ours(matrix, site.shape)[part])
-
-        x = base.read("float32", part)
-        if self.factors is not None:
-            left, right = (_read_floats(tensor) for tensor in self.factors)
-            x = x + layout.to_ours(self.scale * (left @ right), site.shape)[part]
+        # The norms need the whole tensor.
+        needed: Part = part if self.magnitude is None else ()
+        x = base.read("float32", needed)
         if self.rows is not None:
-            # The rows of the tensor are the columns of an output projection of this package.
-            axis = 1 if layout.transposed else 0
-            start, stop = (part[axis] if part else slice(None)).indices(site.shape[axis])[:2]
-            x = np.moveaxis(x.copy(), axis, 0)
-            columns = part[1 - axis] if part else slice(None)
-            for token, row in zip(self.tokens, _read_floats(self.rows), strict=True):
-                if start <= token < stop:
-                    x[token - start] = row[columns]
-            x = np.ascontiguousarray(np.moveaxis(x, 0, axis))
-        return x
-
-    def _updated(self, matrix: np.ndarray) -> np.ndarray:
-        """Returns the tensor with its low-rank update and its magnitudes (DoRA)."""
+            x = self._with_rows(x, self.rows, site, needed)
         if self.factors is not None:
             left, right = (_read_floats(tensor) for tensor in self.factors)
-            matrix = matrix + np.float32(self.scale) * (left @ right)
+            x = x + layout.to_ours(self.scale * (left @ right), site.shape)[needed]
         if self.magnitude is not None:
+            matrix = layout.from_ours(x)
             norm = np.linalg.norm(matrix, axis=self.norm_axis)
             factor = _read_floats(self.magnitude) / np.where(norm == 0, 1, norm)
             matrix = matrix * np.expand_dims(factor, self.norm_axis)
-        return matrix
+            x = np.ascontiguousarray(layout.to_ours(matrix, site.shape)[part])
+        return x
+
+    def _with_rows(self, x: np.ndarray, rows: Tensor, site: Site, part: Part) -> np.ndarray:
+        """Returns a part of the parameter with the new rows of the tokens.
+
+        Args:
+          x: the part without the new rows.
+          rows: the new rows ``[tokens, columns]``.
+          site: describes the changed parameter.
+          part: the position of `x` in the parameter.
+        """
+        # The rows of the tensor are the columns of an output projection of this package.
+        axis = 1 if site.correspondence.layout.transposed else 0
+        start, stop = (part[axis] if part else slice(None)).indices(site.shape[axis])[:2]
+        columns = part[1 - axis] if part else slice(None)
+        x = np.moveaxis(x.copy(), axis, 0)
+        for token, row in zip(self.tokens, _read_floats(rows), strict=True):
+            if start <= token < stop:
+                x[token - start] = row[columns]
+        return np.ascontiguousarray(np.moveaxis(x, 0, axis))
 
 
 def _read_floats(tensor: Tensor) -> np.ndarray:
