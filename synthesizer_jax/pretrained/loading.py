@@ -164,6 +164,7 @@ def generate(
       The generated texts, in the order of the inputs.
     """
     decoding = decoding or Decoding(max_length=max_length)
+    _check_arguments(loaded, texts, decoding)
     predictor = _predictor(loaded, texts, inputs_length, decoding)
     return predictor.predict([predictor.encode(text) for text in texts]).texts
 
@@ -184,6 +185,7 @@ def generate_with_scores(
       under the model, in nats. The texts of beam search are ordered by their log-probability
       divided by the length penalty, with the best beam first.
     """
+    _check_arguments(loaded, texts, decoding)
     predictor = _predictor(loaded, texts, inputs_length, decoding)
     return predictor.generate_texts([predictor.encode(text) for text in texts])
 
@@ -329,8 +331,10 @@ def _check_length(name: str, length: int, vocabulary: Vocabulary) -> None:
 def _predictor(
     loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
 ) -> Predictor:
-    """Returns a predictor for the texts, which uses the mesh of the sharded variables."""
-    _check_arguments(loaded, texts, decoding)
+    """Returns a predictor for the texts, which uses the mesh of the sharded variables.
+
+    The caller has checked the arguments with `_check_arguments`.
+    """
     model, variables, vocabulary = loaded
     if inputs_length:
         _check_length("inputs_length", inputs_length, vocabulary)
