@@ -122,15 +122,53 @@ def _trained_on(facts: Facts) -> str:
 def _usage(facts: Facts) -> Iterator[str]:
     """Yields code that loads the model, with the sentences before it."""
     text = _quoted(_example_input(facts))
-    length = facts.experiment.data.targets_length if facts.step else 64
     if facts.library == OURS:
+        yield from _usage_of_programs(facts, text)
+        return
+
+    length = facts.experiment.data.targets_length if facts.step else 64
+    name = f"name = {_quoted(facts.details.name or facts.title)}"
+    if facts.details.name is None:
+        name += "  # the path of this folder, or its OWNER/NAME on the hub"
+    knows_base = facts.library != PEFT or facts.base is not None
+    if not knows_base:
         yield (
-            "The folder contains StableHLO programs and a loader, which needs only jax, NumPy and, "
-            "for SentencePiece vocabularies, sentencepiece. Run this in the folder:"
+            "In the following code, replace BASE by the path or the name of the model with which "
+            "the adapters were trained."
         )
-        if not isinstance(facts.experiment.model, Encoder):
-            yield _code("bash", f"python load.py {text}")
-            return
+    yield "With PEFT and transformers:" if facts.library == PEFT else "With transformers:"
+    options = f"max_new_tokens={length}"
+    if _differ_in_depth(facts):
+        options += ", use_cache=False"
+    yield _code(
+        "python",
+        *_loading(facts, name),
+        f'inputs = tokenizer({text}, return_tensors="pt")',
+        f"ids = model.generate(**inputs, {options})[0]",
+        "print(tokenizer.decode(ids, skip_special_tokens=True))",
+    )
+    if knows_base:
+        yield "With synthesizer_jax and, for a name on the hub, huggingface_hub:"
+        yield _code(
+            "python",
+            "import synthesizer_jax as sj",
+            "",
+            name,
+            "loaded = sj.load(name)",
+            f"print(sj.generate(loaded, [{text}], max_length={length})[0])",
+        )
+
+
+def _usage_of_programs(facts: Facts, text: str) -> Iterator[str]:
+    """Yields code that runs StableHLO programs on a text, with the sentence before it.
+
+    The argument `text` is a string of Python, with its quotation marks.
+    """
+    yield (
+        "The folder contains StableHLO programs and a loader, which needs only jax, NumPy and, "
+        "for SentencePiece vocabularies, sentencepiece. Run this in the folder:"
+    )
+    if isinstance(facts.experiment.model, Encoder):
         yield _code(
             "python",
             "import pathlib",
@@ -141,58 +179,33 @@ def _usage(facts: Facts) -> Iterator[str]:
             f"inputs = model.tokens([{text}])",
             'print(model.programs["encode"](model.parameters, inputs))',
         )
-        return
-
-    name = f"name = {_quoted(facts.details.name or facts.title)}"
-    if facts.details.name is None:
-        name += "  # the path of this folder, or its OWNER/NAME on the hub"
-    if facts.library == PEFT:
-        if facts.base is None:
-            yield (
-                "In the following code, replace BASE by the path or the name of the model with "
-                "which the adapters were trained."
-            )
-        yield "With PEFT and transformers:"
-        load = [
-            "import peft",
-            "import transformers",
-            "",
-            name,
-            f"base = {_quoted(facts.base or 'BASE')}",
-            "tokenizer = transformers.AutoTokenizer.from_pretrained(base)",
-            "model = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)",
-            "model = peft.PeftModel.from_pretrained(model, name)",
-        ]
     else:
-        yield "With transformers:"
-        load = [
+        yield _code("bash", f"python load.py {text}")
+
+
+def _loading(facts: Facts, name: str) -> list[str]:
+    """Returns the lines of code that load a model with transformers, and adapters with PEFT.
+
+    The argument `name` is the line of code that defines the variable ``name``.
+    """
+    if facts.library != PEFT:
+        return [
             "import transformers",
             "",
             name,
             f"tokenizer = transformers.{facts.tokenizer}.from_pretrained(name)",
             "model = transformers.AutoModelForSeq2SeqLM.from_pretrained(name)",
         ]
-    options = f"max_new_tokens={length}"
-    if _differ_in_depth(facts):
-        options += ", use_cache=False"
-    yield _code(
-        "python",
-        *load,
-        f'inputs = tokenizer({text}, return_tensors="pt")',
-        f"ids = model.generate(**inputs, {options})[0]",
-        "print(tokenizer.decode(ids, skip_special_tokens=True))",
-    )
-    if facts.library == PEFT and facts.base is None:
-        return
-    yield "With synthesizer_jax and, for a name on the hub, huggingface_hub:"
-    yield _code(
-        "python",
-        "import synthesizer_jax as sj",
+    return [
+        "import peft",
+        "import transformers",
         "",
         name,
-        "loaded = sj.load(name)",
-        f"print(sj.generate(loaded, [{text}], max_length={length})[0])",
-    )
+        f"base = {_quoted(facts.base or 'BASE')}",
+        "tokenizer = transformers.AutoTokenizer.from_pretrained(base)",
+        "model = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)",
+        "model = peft.PeftModel.from_pretrained(model, name)",
+    ]
 
 
 def _differ_in_depth(facts: Facts) -> bool:
