@@ -165,8 +165,9 @@ def _usage_of_programs(facts: Facts, text: str) -> Iterator[str]:
     The argument `text` is a string of Python, with its quotation marks.
     """
     yield (
-        "The folder contains StableHLO programs and a loader, which needs only jax, NumPy and, "
-        "for SentencePiece vocabularies, sentencepiece. Run this in the folder:"
+        "The folder contains StableHLO programs and a loader. The loader needs jax and NumPy. It "
+        "also needs the package sentencepiece if the folder contains vocabulary.model, and the "
+        "package tokenizers if the folder contains tokenizer.json. Run this in the folder:"
     )
     if isinstance(facts.experiment.model, Encoder):
         yield _code(

@@ -250,6 +250,7 @@ def test_the_code_for_an_exported_encoder_runs(tmp_path, monkeypatch, capsys):
     export_run(tmp_path / "run", tmp_path / "out", to="stablehlo", inputs_length=8)
     fields, text = read_card(tmp_path / "out")
     assert fields["pipeline_tag"] == "text-classification"
+    assert "package tokenizers if the folder contains tokenizer.json" in text
     monkeypatch.chdir(tmp_path / "out")
     monkeypatch.syspath_prepend(tmp_path / "out")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
