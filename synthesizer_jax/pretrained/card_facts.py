@@ -15,8 +15,10 @@ from synthesizer_jax.tasks.task import Task
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.source import Source
 
-TRANSFORMERS, PEFT, OURS = LIBRARIES = ("transformers", "peft", "synthesizer_jax")
-"""The hub's names of the libraries that load a folder."""
+# The hub's names of the libraries that load a folder.
+TRANSFORMERS = "transformers"
+PEFT = "peft"
+OURS = "synthesizer_jax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Facts:
       source: the published model from which the run started.
       details: the facts that the user has given.
       folder_name: the name of the exported directory.
-      library: a name of `LIBRARIES`.
+      library: the library that loads the folder, `TRANSFORMERS`, `PEFT` or `OURS`.
       results: the contents of ``results.json`` for the exported step, or None if the step was not
         evaluated.
       config: the contents of ``config.json``, or an empty dictionary if the folder has no such

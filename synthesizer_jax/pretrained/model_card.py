@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from synthesizer_jax.evaluation.scoring import RESULTS_FILE, evaluation_folder
@@ -31,26 +32,28 @@ def write_model_card(folder: pathlib.Path, run: pathlib.Path, facts: Facts) -> N
       facts: all facts that are not in the files of `folder` and `run`.
     """
     results = evaluation_folder(run, facts.step) / RESULTS_FILE
-    config = folder / CONFIG
+    path = folder / CONFIG
+    config = read_json(path) if path.is_file() else {}
     facts = dataclasses.replace(
         facts,
         results=read_json(results) if results.is_file() else None,
-        config=read_json(config) if config.is_file() else {},
-        tokenizer=_tokenizer_class(folder),
+        config=config,
+        tokenizer=_tokenizer_class(folder, config),
     )
     write_card(folder, _fields(facts), "\n\n".join(sections(facts)))
 
 
-def _tokenizer_class(folder: pathlib.Path) -> str:
+def _tokenizer_class(folder: pathlib.Path, config: Mapping[str, Any]) -> str:
     """Returns the class of transformers that loads the tokenizer of a folder.
 
     In version 5 of transformers, `AutoTokenizer` does not load the SentencePiece models and the
     bytes of a umT5. It loads all other tokenizers.
+
+    Args:
+      folder: the folder.
+      config: the content of the folder's ``config.json``, which may be empty.
     """
-    path = folder / CONFIG
-    if not path.is_file() or read_json(path)["model_type"] != "umt5":
-        return "AutoTokenizer"
-    if (folder / TOKENIZER).is_file():
+    if config.get("model_type") != "umt5" or (folder / TOKENIZER).is_file():
         return "AutoTokenizer"
     return str(read_json(folder / TOKENIZER_CONFIG)["tokenizer_class"])
 

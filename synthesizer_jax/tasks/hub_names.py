@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 from synthesizer_jax.tasks.task import Task
 
-TEXT_CLASSIFICATION, QUESTION_ANSWERING, SUMMARIZATION, TRANSLATION, TEXT_GENERATION = (
-    "text-classification",
-    "question-answering",
-    "summarization",
-    "translation",
-    "text-generation",
-)
-"""The hub's names for the kinds of tasks."""
+# The hub's names for the kinds of tasks.
+TEXT_CLASSIFICATION = "text-classification"
+QUESTION_ANSWERING = "question-answering"
+SUMMARIZATION = "summarization"
+TRANSLATION = "translation"
+TEXT_GENERATION = "text-generation"
 
 
 class HubData(NamedTuple):
