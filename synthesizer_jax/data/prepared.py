@@ -505,19 +505,18 @@ class PreparedExamples:
             side: int((np.diff(tokens.ends) > lengths[side]).sum())
             for side, tokens in (("inputs", chunk.inputs), ("targets", chunk.targets))
         }
-        too_long = [
-            f"{count:,} {side} have more than {lengths[side]} tokens"
+        truncated = [
+            f"the limit of {lengths[side]} tokens truncates {count:,} of {len(chunk):,} {side}"
             for side, count in counts.items()
             if count
         ]
-        if too_long:
+        if truncated:
             self._has_warned = True
             _log.warning(
-                "Of %s examples of %s, %s, and are truncated. Set data.inputs_length and "
-                "data.targets_length to larger numbers to keep the whole texts.",
-                f"{len(chunk):,}",
+                "In %s, %s. Set data.inputs_length and data.targets_length to larger numbers to "
+                "keep the whole texts.",
                 self.name,
-                " and ".join(too_long),
+                ", and ".join(truncated),
             )
 
     def _records(self, name: str) -> ArrayRecordDataSource:

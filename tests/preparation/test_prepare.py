@@ -209,8 +209,8 @@ def test_texts_that_training_truncates_are_counted(
     count = sum(len(targets) == longest[1] for _, targets in whole)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"Of {len(whole)} examples of prepared_trimmed's split 'train', {count} targets have more "
-        f"than {lengths['targets']} tokens, and are truncated."
+        f"In prepared_trimmed's split 'train', the limit of {lengths['targets']} tokens truncates "
+        f"{count} of {len(whole)} targets."
     )
 
 
