@@ -45,14 +45,11 @@ class Tokenizer(FileVocabulary):
     @functools.cached_property
     def _files(self) -> dict[str, bytes]:
         """The contents of the files, by file name."""
-        paths = {name: self.file.with_name(name) for name in FILES[1:]}
-        if not self.file.is_file():
-            raise FileNotFoundError(
-                f"There is no tokenizer {self.path}. Give the path of a {TOKENIZER} as "
-                "--vocabulary or vocabulary.path."
-            )
+        remedy = f"Give the path of a {TOKENIZER} as --vocabulary or vocabulary.path."
+        file = self.find_file("tokenizer", remedy)
+        paths = {name: file.with_name(name) for name in FILES[1:]}
         found = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
-        return {TOKENIZER: self.file.read_bytes(), **found}
+        return {TOKENIZER: file.read_bytes(), **found}
 
     def files(self) -> dict[str, bytes]:
         return dict(self._files)

@@ -225,6 +225,26 @@ class FileVocabulary(Vocabulary):
         """The absolute path of the first file."""
         return absolute(storage_path(self.path).expanduser())
 
+    def find_file(self, kind: str, remedy: str) -> pathlib.Path:
+        """Returns the path of the first file, which exists.
+
+        Args:
+          kind: a description of the file, for the error message.
+          remedy: a sentence that says what the user can do if nothing exists at the path.
+
+        Raises:
+          FileNotFoundError: if the file does not exist, or if its path is the path of a folder.
+        """
+        path = self.file
+        if path.is_dir():
+            raise FileNotFoundError(
+                f"{self.path} is a folder. Give a file in it as --vocabulary or vocabulary.path, "
+                "such as its spiece.model or tokenizer.json."
+            )
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no {kind} {self.path}. {remedy}")
+        return path
+
     @abc.abstractmethod
     def files(self) -> dict[str, bytes]:
         """Returns the contents of the files that exist, by their `saved_names`."""
@@ -260,9 +280,7 @@ class SentencePiece(FileVocabulary):
           ValueError: if the file is not a SentencePiece model, or has no EOS, or has no BOS
             although `bos` is set.
         """
-        path = self.file
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no SentencePiece model {self.path}. {_REMEDY}")
+        path = self.find_file("SentencePiece model", _REMEDY)
         processor = _load_processor(path, path.read_bytes(), self.extra_ids)
         if processor.eos_id() < 0:
             raise ValueError(f"{path} has no EOS. {_REMEDY}")

@@ -430,3 +430,12 @@ def test_an_unknown_end_and_other_sentinels_give_one_sentence(tmp_path):
         _ = Tokenizer(str(file)).first_sentinel
     with pytest.raises(FileNotFoundError, match=r"There is no tokenizer .*missing\.json\. Give"):
         Tokenizer(str(tmp_path / "missing.json")).build()
+
+
+@pytest.mark.parametrize("kind", [SentencePiece, Tokenizer])
+def test_a_folder_in_the_place_of_a_file_is_answered_with_the_files(kind, tmp_path):
+    message = (
+        "is a folder. Give a file in it as --vocabulary or vocabulary.path, such as its spiece"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        kind(str(tmp_path)).build()
