@@ -33,6 +33,12 @@ WATCHING = ("writers", "profile")
 MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", *WATCHING)
 """Fields of `Training` that may differ when a run is continued."""
 
+MOST_CHANGES = 10
+"""The largest number of changed settings that an error message lists.
+
+If a run has another kind of model, hundreds of settings may have changed.
+"""
+
 
 def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
     """Writes ``experiment.json``, which suffices to rebuild the model."""
@@ -240,12 +246,20 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
                 "--workdir, or the old vocabulary to continue the run."
             )
     saved = _fixed_settings(load_experiment(directory))
-    for path in sorted(saved.keys() | given.keys()):
-        if saved.get(path) != given.get(path):
-            raise ValueError(
-                f"{directory} holds another run: {path} was {saved.get(path)} and is now "
-                f"{given.get(path)}. Use a new --workdir, or the old setting to continue the run."
-            )
+    changes = [
+        f"{path} was {saved.get(path)} and is now {given.get(path)}"
+        for path in sorted(saved.keys() | given.keys())
+        if saved.get(path) != given.get(path)
+    ]
+    if changes:
+        shown = ", ".join(changes[:MOST_CHANGES])
+        if len(changes) > MOST_CHANGES:
+            shown += f", and {len(changes) - MOST_CHANGES} other settings have changed"
+        settings = "setting" if len(changes) == 1 else "settings"
+        raise ValueError(
+            f"{directory} holds another run: {shown}. Use a new --workdir, or the old {settings} "
+            "to continue the run."
+        )
 
 
 def _fixed_settings(experiment: Experiment) -> dict[str, object]:

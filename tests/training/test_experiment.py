@@ -18,6 +18,7 @@ from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import (
+    MOST_CHANGES,
     check_same_run,
     find_dtype,
     find_vocabulary,
@@ -303,3 +304,19 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"holds another run: {path}"):
             check_same_run(other, tmp_path)
+
+
+def test_all_changed_settings_of_a_run_are_listed_together(tmp_path):
+    recipe = experiment()
+    save_experiment(recipe, tmp_path)
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    changed = experiment(seed=7, data={"seed": 4})
+    with pytest.raises(
+        ValueError,
+        match=r": data\.seed was 0 and is now 4, training\.seed was 0 and is now 7\. Use a new "
+        "--workdir, or the old settings to continue the run",
+    ):
+        check_same_run(changed, tmp_path)
+    with pytest.raises(ValueError, match=r", and \d+ other settings have changed\. Use") as error:
+        check_same_run(experiment(encoder()), tmp_path)
+    assert str(error.value).count(" and is now ") == MOST_CHANGES
