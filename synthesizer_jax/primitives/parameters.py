@@ -51,6 +51,9 @@ ACTIVATION_AXES = (
 )
 """The logical axis names of activations, besides ``heads``; see `primitives.mesh`."""
 
+MOST_ENDINGS = 24
+"""The largest number of ends of paths that an error message lists."""
+
 _RETURNS_BOXES = contextvars.ContextVar("logical_axes", default=False)
 
 Axes: TypeAlias = tuple[str | None, ...]
@@ -122,7 +125,12 @@ def explain_no_match(field: str, pattern: str, noun: str, paths: Collection[str]
       paths: the paths that the pattern could match, at least one.
     """
     hint = did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
-    return f"{field}: {pattern!r} matches no {noun}{hint} A pattern must match a whole path."
+    endings = sorted({"/".join(path.split("/")[-2:]) for path in paths})
+    shown = ", ".join(endings[:MOST_ENDINGS]) + (", …" if len(endings) > MOST_ENDINGS else "")
+    return (
+        f"{field}: {pattern!r} matches no {noun}{hint} A pattern must match a whole path. The "
+        f"paths end in {shown}."
+    )
 
 
 def check_patterns_decide(field: str, patterns: Iterable[str], paths: Collection[str]) -> None:

@@ -98,7 +98,8 @@ UNUSED = {
     ),
     "no such part": (
         InitRule("nothing", "fresh"),
-        r"'nothing' matches no parameter\. One of the paths is 'embedding'",
+        r"'nothing' matches no parameter\. One of the paths is 'embedding'\. A pattern must match "
+        r"a whole path\. The paths end in align/table, embedding, part_0/table, query/kernel\.",
     ),
     "shadowed": (
         InitRule(".*/table", "fresh"),
