@@ -114,21 +114,26 @@ class Vocabulary(abc.ABC):
         """Returns whether a token of a text can have this id."""
         return id > EOS
 
-    def check_ids(self, ids: SpecialIds) -> None:
+    def check_ids(self, ids: SpecialIds, source: pathlib.Path) -> None:
         """Raises a `ValueError` if the special ids of a model do not fit this vocabulary.
 
         The model and the vocabulary must have the same EOS id. The model's padding id must not
         stand for text.
+
+        Args:
+          ids: the special ids of the model.
+          source: the run or the folder of the model, which the error message names.
         """
         if ids.end != self.eos_id:
             raise ValueError(
-                f"The vocabulary has the EOS id {self.eos_id}, but model.ids.end is {ids.end}. Set "
-                "model.ids.end, or use the model's own vocabulary."
+                f"The vocabulary has the EOS id {self.eos_id}, but model.ids.end is {ids.end} in "
+                f"{source}. Set model.ids.end, or use the model's own vocabulary."
             )
         if self.is_text(ids.padding):
             raise ValueError(
-                f"model.ids.padding is {ids.padding}, which stands for text in the vocabulary. Set "
-                "it to the id of a control symbol, or use the model's own vocabulary."
+                f"model.ids.padding is {ids.padding} in {source}, which stands for text in the "
+                "vocabulary. Set it to the id of a control symbol, or use the model's own "
+                "vocabulary."
             )
 
     @property

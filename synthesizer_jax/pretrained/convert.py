@@ -127,7 +127,7 @@ def _experiment(
             "T5's spiece.model, or 'bytes' for a ByT5."
         )
     _check_is_trained(model, source)
-    vocabulary.build().check_ids(model.ids)
+    vocabulary.build().check_ids(model.ids, source)
     check_size(vocabulary, model, source=source)
     if is_run(source):
         saved = read_recorded(find_checkpoint(source)[0])

@@ -121,7 +121,7 @@ def load(
             )
         vocabulary = pretrained.vocabulary.build()
         model = pretrained.model
-        vocabulary.check_ids(model.ids)
+        vocabulary.check_ids(model.ids, source)
         params = read_params(pretrained, mesh, dtype_name)
     model = replace(model, dtype=dtype_name or model.dtype)
     return Loaded(model, {"params": params}, vocabulary)
