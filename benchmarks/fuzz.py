@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py --seed 1 --attempts 500 --page docs/reliability.md
 
-The script first makes the inputs: a small run, its data, a folder in the format of transformers,
+The script first makes the inputs: a small run, its data, two folders in the format of transformers,
 and a file with rows of data. Each attempt copies the inputs and damages one file, either some of
 its bytes or one JSON value. Then it runs the command that reads the file in the same process. Some
 attempts pass a random `--set` to a command instead of damaging a file. An attempt has one of three
@@ -80,6 +80,7 @@ KINDS: dict[str, tuple[str, list[str]]] = {
     "data": ("data/prepared/*/*/validation/*", EVALUATE),
     "vocabulary": ("run/vocabulary.model", READ_RUN),
     "pretrained": ("folder/*", ["convert", "{}/folder", "{}/converted"]),
+    "tokenizer": ("pile_t5/tokenizer*.json", ["convert", "{}/pile_t5", "{}/converted"]),
     "settings": ("", [*TRAIN, "{}/other"]),
 }
 """Maps each kind of input to the pattern of its files and the command that reads them.
@@ -135,10 +136,14 @@ def make_inputs(directory: pathlib.Path) -> pathlib.Path:
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
     from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
+    from tests.pretrained.tokenizers import write_tokenizer
 
     config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
-    (directory / "folder").mkdir()
     make_folder(directory / "folder", config, make_tensors(config))
+    # Pile-T5 is a umT5 with the tokenizer of LLaMA.
+    config = TINY | FAMILIES["umT5"] | {"vocab_size": 640, "eos_token_id": 2}
+    make_folder(directory / "pile_t5", config, make_tensors(config))
+    write_tokenizer(directory / "pile_t5", "LLaMA")
     for kind in ("logs", "data"):
         code, errors = call(KINDS[kind][1], directory, 5 * SECONDS)
         if code:
