@@ -114,7 +114,7 @@ class Vocabulary(abc.ABC):
         """Returns whether a token of a text can have this id."""
         return id > EOS
 
-    def check_ids(self, ids: SpecialIds, source: pathlib.Path) -> None:
+    def check_ids(self, ids: SpecialIds, source: pathlib.Path | None = None) -> None:
         """Raises a `ValueError` if the special ids of a model do not fit this vocabulary.
 
         The model and the vocabulary must have the same EOS id. The model's padding id must not
@@ -122,16 +122,18 @@ class Vocabulary(abc.ABC):
 
         Args:
           ids: the special ids of the model.
-          source: the run or the folder of the model, which the error message names.
+          source: the folder from which the ids of the model were read, for the error message. None
+            means that the ids are settings of a recipe or of a run.
         """
+        place = "" if source is None else f" in {source}"
         if ids.end != self.eos_id:
             raise ValueError(
-                f"The vocabulary has the EOS id {self.eos_id}, but model.ids.end is {ids.end} in "
-                f"{source}. Set model.ids.end, or use the model's own vocabulary."
+                f"The vocabulary has the EOS id {self.eos_id}, but model.ids.end is "
+                f"{ids.end}{place}. Set model.ids.end, or use the model's own vocabulary."
             )
         if self.is_text(ids.padding):
             raise ValueError(
-                f"model.ids.padding is {ids.padding} in {source}, which stands for text in the "
+                f"model.ids.padding is {ids.padding}{place}, which stands for text in the "
                 "vocabulary. Set it to the id of a control symbol, or use the model's own "
                 "vocabulary."
             )

@@ -153,5 +153,5 @@ def open_vocabulary(
             f"The vocabulary has {built.vocab_size} ids, but model.vocab_size is only "
             f"{model.vocab_size}. Set model.vocab_size to {built.vocab_size} or more."
         )
-    built.check_ids(model.ids, directory)
+    built.check_ids(model.ids)
     return built

@@ -109,7 +109,7 @@ def test_more_ids_than_rows_give_one_sentence(pile, tmp_path):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": 1}))
     make_folder(folder, CONFIG | {"eos_token_id": 1}, make_tensors(CONFIG))
     write_tokenizer(folder, "LLaMA")
-    with pytest.raises(ValueError, match=r"has the EOS id 2, but model\.ids\.end is 1"):
+    with pytest.raises(ValueError, match=rf"EOS id 2, but model\.ids\.end is 1 in {folder}\. Set"):
         load(folder)
 
 
