@@ -304,8 +304,9 @@ def _low_rank_field(path: str, axes: Axes) -> str | None:
     """
     if path.endswith("kernel"):
         return "targets"
-    # A table of relative biases is called an embedding, too, but it does not contain vectors.
-    if path.endswith("embedding") and axes[-1] == "embed":
+    # A table of relative biases is called an embedding, too, but it does not contain vectors. The
+    # separate vector of an input is not a table.
+    if path.endswith("embedding") and axes[-1] == "embed" and len(axes) > 1:
         return "embeddings"
     return None
 

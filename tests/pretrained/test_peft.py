@@ -458,7 +458,12 @@ KINDS = {
 
 
 def make_base(folder, family):
-    """Writes the folder of a base model. The family is ``tied``, ``untied`` or ``gemma``."""
+    """Writes the folder of a base model.
+
+    The family is ``tied``, ``untied``, ``gemma``, ``gemma, tied`` or ``gemma 2``.
+    """
+    if family == "gemma 2":
+        return gemma2.make_folder(folder, gemma2.make_tensors())
     if family.startswith("gemma"):
         config = gemma.CONFIGS["balanced" if family == "gemma, tied" else "unbalanced"]
         return gemma.make_folder(folder, config, gemma.make_tensors(config))
@@ -480,6 +485,7 @@ def make_base(folder, family):
         ("gemma, tied", "dora of embeddings"),
         ("gemma, tied", "tokens"),
         ("gemma", "rules"),
+        ("gemma 2", "embeddings"),
     ],
 )
 def test_all_kinds_of_adapters_are_exported_and_read_again(tmp_path, family, kind):
