@@ -3,8 +3,10 @@
 `make test-peers` runs these tests.
 """
 
+import copy
 import itertools
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +33,29 @@ from tests.peers.test_transformers import (
     load_reference,
     make_model,
 )
-from tests.pretrained import gemma
+from tests.pretrained import gemma, gemma2
 from tests.pretrained.folders import FAMILIES, TINY
 from tests.pretrained.test_peft import KINDS, MODULES, adapt
 
 peft = pytest.importorskip("peft")
 
 
+GEMMAS = {
+    "T5Gemma, tied": gemma.CONFIGS["balanced"] | {"model_type": "t5gemma"},
+    "T5Gemma": gemma.CONFIGS["unbalanced"] | {"model_type": "t5gemma"},
+    "T5Gemma 2": gemma2.CONFIG,
+}
+"""The configurations of the T5Gemmas by family."""
+
+ALL_FAMILIES = ["T5 1.0", "T5 1.1, FLAN-T5", *GEMMAS]
+
+
 def make_base(folder, family):
     """Writes the folder of a base model with a tokenizer."""
-    if family.startswith("T5Gemma"):
-        config = gemma.CONFIGS["balanced" if family == "T5Gemma, tied" else "unbalanced"]
-        make_model(config | {"model_type": "t5gemma"}).save_pretrained(folder)
+    if family == "T5Gemma 2" and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 has no T5Gemma 2")
+    if family in GEMMAS:
+        make_model(copy.deepcopy(GEMMAS[family])).save_pretrained(folder)
         gemma.write_tokenizer(folder, gemma=True)
         return
     config = TINY | FAMILIES[family]
@@ -58,8 +71,21 @@ def compare(reference, model, variables, family):
 
     With soft caps, both differ by up to 7e-6 of the largest logit from the logits in float64.
     """
-    tolerance = 2e-5 if family.startswith("T5Gemma") else TOLERANCE
+    tolerance = 2e-5 if family in ("T5Gemma, tied", "T5Gemma") else TOLERANCE
     assert deviation(reference, model, variables) <= tolerance
+
+
+def change(adapted):
+    """Gives random values to the adapters of a model of PEFT.
+
+    Copies of a parameter that are trained completely get the same values.
+    """
+    for name, p in adapted.named_parameters():
+        if "lora_" in name or "trainable_tokens_delta" in name:
+            torch.nn.init.normal_(p, 0.0, 0.1)
+        elif "modules_to_save" in name:
+            rng = np.random.default_rng(p.numel())
+            p.data += torch.tensor(0.1 * rng.standard_normal(p.shape), dtype=p.dtype)
 
 
 @pytest.fixture(params=["T5 1.0", "T5 1.1, FLAN-T5", "umT5"])
@@ -83,7 +109,6 @@ def base(tmp_path, monkeypatch, request):
         ),
         ("all-linear", {}),
         (["q"], {"modules_to_save": ["layer_norm", "DenseReluDense.wo"]}),
-        (["v"], {"modules_to_save": ["embed_tokens", "lm_head"]}),
         (["v", "lm_head"], {}),
     ],
 )
@@ -96,12 +121,7 @@ def test_what_peft_saves_is_read(base, targets, options):
     )
     adapted = peft.get_peft_model(transformers.AutoModelForSeq2SeqLM.from_pretrained("base"), lora)
     adapted.base_model.model.config = load_reference(base, model).config
-    for name, p in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(p, 0.0, 0.1)
-        elif "modules_to_save" in name:  # copies of a parameter get the same values
-            rng = np.random.default_rng(p.numel())
-            p.data += torch.tensor(0.1 * rng.standard_normal(p.shape), dtype=p.dtype)
+    change(adapted)
     adapted.save_pretrained("adapters")
     convert_checkpoint(base.parent / "adapters", base.parent / "run")
     for place in ("adapters", "run"):
@@ -126,9 +146,14 @@ READ = {
     },
     "dora": {"target_modules": "all-linear", "use_dora": True},
     "embeddings": {"target_modules": ["embed_tokens", *ATTENTION]},
+    "embeddings and output": {"target_modules": ["embed_tokens", OUTPUT, *ATTENTION]},
     "dora of embeddings": {
         "target_modules": ["embed_tokens", "relative_attention_bias", OUTPUT, "wo"],
         "use_dora": True,
+    },
+    "whole embeddings": {
+        "target_modules": ATTENTION,
+        "modules_to_save": ["embed_tokens", OUTPUT],
     },
     "tokens": {"target_modules": ATTENTION, "trainable_token_indices": [9, 4]},
     "tokens by module": {
@@ -144,7 +169,25 @@ READ = {
 """Options of PEFT's adapters, by the kinds of adapters."""
 
 
-@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "T5Gemma, tied", "T5Gemma"])
+def share(adapted):
+    """Gives the decoder's embedding and the output projection the adapters of the encoder.
+
+    PEFT trains separate adapters for these modules, but they are one parameter of a T5Gemma 2.
+    """
+    parameters = dict(adapted.named_parameters())
+    model = "base_model.model.model"
+    for name, p in parameters.items():
+        if name.startswith(f"{model}.decoder.embed_tokens."):
+            p.data = parameters[name.replace("decoder", "encoder.text_model")].data.clone()
+    # The factors of the output projection are those of the embedding in the opposite order.
+    for ours, theirs in ("AB", "BA"):
+        name = f"{model}.encoder.text_model.embed_tokens.lora_embedding_{theirs}.default"
+        output = f"base_model.model.lm_head.out_proj.lora_{ours}.default.weight"
+        if {name, output} <= parameters.keys():
+            parameters[output].data = parameters[name].data.T.clone()
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("kind", READ)
 def test_all_kinds_of_adapters_of_peft_are_read(tmp_path, monkeypatch, family, kind):
     if kind == UPDATED_TOKENS and family == "T5 1.1, FLAN-T5":
@@ -153,17 +196,22 @@ def test_all_kinds_of_adapters_of_peft_are_read(tmp_path, monkeypatch, family, k
     make_base(tmp_path / "base", family)
     options = {"r": 3, "lora_alpha": 7, "task_type": "SEQ_2_SEQ_LM"} | READ[kind]
     if isinstance(options["target_modules"], list):
-        output = "out_proj" if family.startswith("T5Gemma") else "lm_head"
-        options["target_modules"] = [
-            output if x == OUTPUT else x for x in options["target_modules"]
-        ]
+        output = "lm_head.out_proj" if family in GEMMAS else "lm_head"
+        for option in {"target_modules", "modules_to_save"} & options.keys():
+            options[option] = [output if x == OUTPUT else x for x in options[option]]
     config = peft.LoraConfig(**options)
     reference = load_reference(tmp_path / "base", load(tmp_path / "base").model)
     adapted = peft.get_peft_model(reference, config)
-    for name, p in adapted.named_parameters():
-        if "lora_" in name or "trainable_tokens_delta" in name:
-            torch.nn.init.normal_(p, 0.0, 0.1)
+    change(adapted)
+    if family == "T5Gemma 2":
+        share(adapted)
     adapted.save_pretrained("adapters")
+    if family == "T5Gemma 2" and kind in ("embeddings", "dora of embeddings", UPDATED_TOKENS):
+        # Only the embeddings or only the output projection have updates, or their magnitudes belong
+        # to different axes.
+        with pytest.raises(ValueError, match="one parameter of a T5Gemma 2, so their adapters"):
+            load(tmp_path / "adapters")
+        return
     # Compare with the adapters that PEFT itself reads.
     loaded = load(tmp_path / "adapters")
     again = load_reference(tmp_path / "base", load(tmp_path / "base").model)
@@ -241,7 +289,7 @@ def test_peft_reads_what_is_exported(base, tmp_path, targets, rules):
     compare_logits(adapted.base_model.model.eval(), model, variables)
 
 
-@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "T5Gemma, tied", "T5Gemma"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dora in 8 bits"])
 def test_peft_reads_all_kinds_of_adapters(tmp_path, family, kind):
     make_base(tmp_path / "base", family)
@@ -250,7 +298,9 @@ def test_peft_reads_all_kinds_of_adapters(tmp_path, family, kind):
     export_run(tmp_path / "lora", tmp_path / "adapters", to="peft")
     model, variables, _ = load(tmp_path / "lora")
     reference = load_reference(tmp_path / "base", model)
-    adapted = peft.PeftModel.from_pretrained(reference, tmp_path / "adapters")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted = peft.PeftModel.from_pretrained(reference, tmp_path / "adapters")
     compare(adapted.base_model.model.eval(), model, variables, family)
 
 
@@ -282,10 +332,17 @@ def batches(model):
         ("T5Gemma", "embeddings"),
         ("T5Gemma", "dora of embeddings"),
         ("T5Gemma", "tokens"),
+        ("T5Gemma 2", "rules"),
+        ("T5Gemma 2", "dora"),
+        ("T5Gemma 2", "tokens"),
     ],
 )
 def test_steps_of_gradient_descent_are_those_of_peft(tmp_path, family, kind):
-    """The steps begin at the same adapters, which differ from their initial values."""
+    """The steps begin at the same adapters, which differ from their initial values.
+
+    Low-rank updates of an embedding that several modules share are left out, because PEFT trains
+    separate updates for these modules.
+    """
     make_base(tmp_path / "base", family)
     convert_checkpoint(tmp_path / "base", tmp_path / "run")
     adapt(tmp_path / "run", tmp_path / "lora", KINDS[kind])

@@ -1,7 +1,9 @@
-"""Compares T5Gemma 2 with transformers 5 and PEFT. `make test-peers` runs these tests."""
+"""Compares T5Gemma 2 with transformers 5. `make test-peers` runs these tests.
+
+The adapters of a T5Gemma 2 are tested in test_peft.py.
+"""
 
 import copy
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +14,16 @@ import transformers
 
 from synthesizer_jax.base.ids import SpecialIds
 from synthesizer_jax.base.registry import replace
-from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.inference import decode, encode_tokens
-from synthesizer_jax.models import LoRA
 from synthesizer_jax.models.t5gemma2 import SIZES, T5Gemma2Size, window_pattern
 from synthesizer_jax.pretrained import load
-from synthesizer_jax.pretrained.convert import convert_checkpoint
-from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from tests.models.test_structures import parameters
 from tests.peers.test_transformers import TOLERANCE, compare_logits, load_reference, make_model
 from tests.pretrained import gemma2
-from tests.pretrained.test_peft import adapt
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     pytest.skip("transformers 4 has no T5Gemma 2", allow_module_level=True)
-peft = pytest.importorskip("peft")
 
 INPUTS = np.random.default_rng(0).integers(3, gemma2.VOCAB_SIZE, (3, 20))
 INPUTS[0, 5] = gemma2.END_OF_IMAGE
@@ -136,26 +132,6 @@ def test_decoded_ids_are_the_same(reference, folder):
     found = decode(loaded.variables, jnp.asarray(INPUTS), model=model, max_length=12).tokens
     assert (generated[0, 7:] == 0).all() and end in generated[0]
     np.testing.assert_array_equal(np.asarray(found)[:, : generated.shape[1]], generated)
-
-
-def test_adapters_of_peft_are_read(folder, tmp_path):
-    base = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
-    targets = r".*(text_model|decoder)\.layers.*(q_proj|v_proj|down_proj)"
-    config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
-    adapted = peft.get_peft_model(base, config).eval()
-    adapted.save_pretrained(tmp_path)
-    check(load(tmp_path), adapted.base_model.model)
-
-
-def test_exported_adapters_are_read_by_peft(folder, tmp_path):
-    convert_checkpoint(folder, tmp_path / "run", vocabulary=Bytes(125))
-    adapt(tmp_path / "run", tmp_path / "lora", LoRA(3, 4.0, ".*/(query|value|wo)/kernel"))
-    export_run(tmp_path / "lora", tmp_path / "peft", to="peft")
-    base = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # PEFT warns if tensors of adapters are missing
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
-    check(load(tmp_path / "lora"), adapted.base_model.model)
 
 
 @pytest.mark.parametrize("name", SIZES)

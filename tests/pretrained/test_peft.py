@@ -69,6 +69,14 @@ def write(folder, base, tensors, **config):
     return folder
 
 
+def name_base(folder, base):
+    """Writes the folder of the base model into a folder of PEFT, and returns the configuration."""
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}
+    path.write_text(json.dumps(config))
+    return config
+
+
 def adapt(source, directory, lora, init_rules=()):
     """Saves a run that trains adapters of another run.
 
@@ -196,6 +204,16 @@ def test_tensors_and_options_that_do_not_fit_are_named(tmp_path, base):
             updates | {"base_model.model.shared.token_adapter.trainable_tokens_delta": table[:2]},
             {"trainable_token_indices": [5, -1]},
             "indices contains -1, but shared.weight has only the tokens 0 to 383",
+        ),
+        (  # PEFT does not tie modules with different tokens
+            base,
+            updates
+            | {
+                f"base_model.model.{module}.token_adapter.trainable_tokens_delta": table[:1]
+                for module in ("shared", "lm_head")
+            },
+            {"trainable_token_indices": {"shared": [3], "lm_head": [5]}},
+            r"shared\.token_adapter\.trainable_tokens_delta is neither an update of a matrix",
         ),
         (
             base,
@@ -450,6 +468,7 @@ KINDS = {
     "dora": LoRA(RANK, ALPHA, ".*/kernel|logits_kernel", dora=True),
     "embeddings": LoRA(RANK, ALPHA, embeddings=".*embedding"),
     "dora of embeddings": LoRA(RANK, ALPHA, embeddings=".*embedding", dora=True),
+    "whole embeddings": LoRA(RANK, ALPHA, whole=".*embedding"),
     "dora in 8 bits": LoRA(RANK, ALPHA, embeddings="embedding", dora=True, base="int8"),
     "tokens": LoRA(RANK, ALPHA, tokens=(9, 4)),
     "one token": LoRA(RANK, ALPHA, tokens=(9,)),
@@ -486,6 +505,8 @@ def make_base(folder, family):
         ("gemma, tied", "tokens"),
         ("gemma", "rules"),
         ("gemma 2", "embeddings"),
+        ("gemma 2", "whole embeddings"),
+        ("gemma 2", "tokens"),
     ],
 )
 def test_all_kinds_of_adapters_are_exported_and_read_again(tmp_path, family, kind):
@@ -494,9 +515,7 @@ def test_all_kinds_of_adapters_are_exported_and_read_again(tmp_path, family, kin
     adapt(tmp_path / "run", tmp_path / "lora", KINDS[kind])
     folder = tmp_path / "peft"
     export_run(tmp_path / "lora", folder, to="peft")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(base)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    config = name_base(folder, base)
     found, expected = load(folder), load(tmp_path / "lora")
     params = expected.variables["params"]
     if kind == "dora in 8 bits":
@@ -518,6 +537,30 @@ def test_all_kinds_of_adapters_are_exported_and_read_again(tmp_path, family, kin
         assert config["rank_pattern"] == {"q": 2}
         assert config["alpha_pattern"] == {r"decoder\.block\.1\.layer\.2\.DenseReluDense\.wo": 3.0}
         assert config["modules_to_save"] == ["decoder.final_layer_norm", "encoder.final_layer_norm"]
+
+
+def test_the_input_vector_of_a_t5gemma_2_is_exported_with_its_module(tmp_path):
+    """PEFT loads a module of ``modules_to_save`` only if the folder has all of its parameters."""
+    base = make_base(tmp_path / "base", "gemma 2")
+    convert_checkpoint(base, tmp_path / "run", vocabulary=Bytes(125))
+    adapt(tmp_path / "run", tmp_path / "lora", LoRA(RANK, ALPHA, whole="separate_embedding"))
+    export_run(tmp_path / "lora", tmp_path / "peft", to="peft")
+    export_run(tmp_path / "lora", tmp_path / "whole")
+    name_base(tmp_path / "peft", base)
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    for module in ("encoder.text_model", "decoder"):
+        name = f"base_model.model.model.{module}.embed_tokens"
+        assert {f"{name}.weight", f"{name}.eoi_embedding"} <= tensors.keys()
+    for encoder_only in (False, True):
+        found, expected = (
+            load(tmp_path / name, encoder_only=encoder_only).variables for name in ("peft", "whole")
+        )
+        close(found, expected, atol=1e-5)
+
+    lora = LoRA(RANK, ALPHA, whole="separate_embedding", tokens=(9,))
+    adapt(tmp_path / "run", tmp_path / "tokens", lora)
+    with pytest.raises(ValueError, match="train an update of embedding, but another parameter of"):
+        export_run(tmp_path / "tokens", tmp_path / "none", to="peft")
 
 
 def test_a_run_that_peft_cannot_represent_is_refused(tmp_path, base):
@@ -564,14 +607,11 @@ def test_a_run_is_exported_and_read_again(tmp_path, base, targets, rules, module
     convert_checkpoint(base, run, vocabulary=Bytes(125))
     adapt(run, lora, LoRA(RANK, ALPHA, targets), rules)
     export_run(lora, folder, to="peft")
-    config = json.loads((folder / "adapter_config.json").read_text())
+    config = name_base(folder, run)
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (RANK, ALPHA, modules)
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(tensors) == 2 * (len(modules) if len(modules) > 2 else 12) + len(saved or ())
     assert config["modules_to_save"] == saved
-    (folder / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": str(run)})
-    )
     convert_checkpoint(folder, tmp_path / "again")
     expected = load(lora).variables
     for place in (folder, tmp_path / "again"):

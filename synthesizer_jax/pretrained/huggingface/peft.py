@@ -27,8 +27,6 @@ from synthesizer_jax.pretrained.huggingface.names import OUTPUT, TRANSPOSED
 from synthesizer_jax.pretrained.huggingface.peft_change import Change, Site, transposed
 from synthesizer_jax.pretrained.huggingface.peft_config import PeftConfig
 from synthesizer_jax.pretrained.huggingface.peft_modules import (
-    BASE_LAYER,
-    EMBEDDINGS_OF_STACKS,
     OUTPUTS,
     PREFIX,
     SHARED,
@@ -37,7 +35,9 @@ from synthesizer_jax.pretrained.huggingface.peft_modules import (
     magnitude_name,
     modules_of,
     rows_name,
+    tied_modules,
     update_names,
+    whole_names,
 )
 from synthesizer_jax.pretrained.huggingface.weights import open_safetensors
 from synthesizer_jax.pretrained.tensors import (
@@ -283,8 +283,7 @@ class _Matcher:
     def _whole_of(self, module: str, c: Correspondence) -> Tensor | None:
         """Returns the tensor that replaces the tensor of a module."""
         shape = c.layout.shape(c.shape)
-        for suffix in (WEIGHT, BASE_LAYER):
-            name = module + suffix
+        for name in whole_names(module, c):
             tensor = self._take(name)
             if tensor is None:
                 continue
@@ -344,10 +343,9 @@ class _Matcher:
         """Adds the rows of trained tokens to the change of a module."""
         source = module
         rows = self._take(rows_name(module))
-        if rows is None and module in (*EMBEDDINGS_OF_STACKS, OUTPUTS[0]):
-            # PEFT ties all embeddings and the output projection of a T5 to its shared embedding,
-            # even if the output projection has a tensor of its own.
-            source = SHARED
+        tied = tied_modules(self._base)
+        if rows is None and tied and module in tied.others and self._config.ties_tokens:
+            source = tied.source
             rows = self._take(rows_name(source))
         if rows is None:
             return change
@@ -384,11 +382,13 @@ class _Matcher:
             full_names[SHARED] = SHARED
         outputs = [name for name in full_names if name in OUTPUTS or is_embedding(name)]
         selected = {full_names[name] for name in config.select(full_names, outputs=outputs)}
+        tied = tied_modules(self._base)
+        if tied and config.ties and tied.source in selected:
+            # PEFT added the updates of the modules that share the embedding.
+            selected |= set(tied.others) & updated
         if SHARED in selected:
             selected.remove(SHARED)
             if config.ties:
-                # PEFT added the updates of the modules that share the embedding.
-                selected |= {*EMBEDDINGS_OF_STACKS, OUTPUTS[0]} & updated
                 self._known.update(update_names(SHARED))
             else:
                 self._problems.append(
@@ -408,26 +408,33 @@ class _Matcher:
             self._problems.append("target_modules selects no module of the base")
 
     def _share_embedding(self) -> None:
-        """Copies the tensor ``shared.weight`` of a T5 to the modules that share the embedding.
+        """Copies the saved tensors of an embedding to all modules that share the embedding.
 
-        If a folder of PEFT contains ``shared.weight``, the tensor is usually a copy of the base
+        If a module has an update, PEFT may also save the tensor of the base. All modules of the
+        base share this tensor, unless they are saved as complete tensors.
+
+        If the folder of a T5 contains ``shared.weight``, the tensor is usually a copy of the base
         model's tensor. However, if ``modules_to_save`` names the module ``shared``, the tensor has
         no effect, because transformers computes with the embeddings of the stacks. A tensor without
         an effect is added to the problems.
         """
-        tensor = self._tensors.pop(SHARED + WEIGHT, None)
-        if tensor is None:
-            return
-        if any(SHARED.endswith(name) for name in self._config.whole):
+        shared = self._tensors.pop(SHARED + WEIGHT, None)
+        if shared is not None and any(SHARED.endswith(name) for name in self._config.whole):
             self._problems.append(
                 f"modules_to_save contains {SHARED}, but transformers does not compute with it "
                 "(train embed_tokens instead)"
             )
-            return
+            shared = None
+
         for c in correspondences(self._base, kind_of(self._base).name_of):
-            if c.path == ("embedding",):
-                for module in modules_of(c, self._base):
-                    self._tensors.setdefault(module + WEIGHT, tensor)
+            names = [whole_names(module, c) for module in modules_of(c, self._base)]
+            if c.path == ("embedding",) and shared is not None:
+                for name, _ in names:
+                    self._tensors.setdefault(name, shared)
+            of_base = next((self._tensors[x] for _, x in names if x in self._tensors), None)
+            for name, name_in_base in names:
+                if of_base is not None and name not in self._tensors:
+                    self._tensors.setdefault(name_in_base, of_base)
 
 
 def _are_update(a: Tensor, b: Tensor, inputs: int, outputs: int) -> bool:

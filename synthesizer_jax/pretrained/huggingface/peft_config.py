@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {
 }
 """The supported values of PEFT's options that change what is computed or saved.
 
-Null is supported for all options except ``peft_type``. The modules of a T5 or T5Gemma have no
+Null is supported for all options except ``peft_type``. The modules that a text needs have no
 biases, so all values of ``bias`` mean the same. With the supported values of ``init_lora_weights``,
 the base model is unchanged, so the tensors define the adapted model completely. Other initializers,
 such as ``pissa``, subtract the initial update from the matrices of the base model.
@@ -171,6 +171,14 @@ class PeftConfig:
                         f"{name} contains {pattern!r}, which is not a valid regular expression: "
                         f"{error}"
                     ) from None
+
+    @property
+    def ties_tokens(self) -> bool:
+        """Whether the modules that share the input embedding have the same rows of trained tokens.
+
+        PEFT ties these modules, unless the configuration names modules with different ids.
+        """
+        return self.ties or len(set(self.tokens.values())) <= 1
 
     def select(self, modules: Iterable[str], *, outputs: Collection[str]) -> set[str]:
         """Returns the names of the modules that have low-rank updates, by PEFT's rules.

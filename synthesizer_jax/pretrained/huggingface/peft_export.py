@@ -28,14 +28,14 @@ from synthesizer_jax.pretrained.huggingface.export import kind_of
 from synthesizer_jax.pretrained.huggingface.peft_config import PeftConfig
 from synthesizer_jax.pretrained.huggingface.peft_modules import (
     PREFIX,
-    SHARED,
-    WEIGHT,
     all_modules,
     is_embedding,
     magnitude_name,
     modules_of,
     rows_name,
+    tied_modules,
     update_names,
+    whole_names,
 )
 from synthesizer_jax.pretrained.tensors import Correspondence, correspondences
 from synthesizer_jax.primitives.parameters import Variables
@@ -78,8 +78,11 @@ def write_adapters(
         cannot represent the adapters.
     """
     writer = _Writer(adapted, variables, read_base)
-    for c in correspondences(adapted.model, kind_of(adapted.model).name_of):
+    parameters = correspondences(adapted.model, kind_of(adapted.model).name_of)
+    for c in parameters:
         writer.add(c)
+    for c in parameters:
+        writer.complete(c)
     config = {"base_model_name_or_path": base, **writer.config()}
 
     text = json.dumps(_WRITTEN | config, indent=1)
@@ -127,6 +130,34 @@ class _Writer:
         elif isinstance(update, TokenEntries):
             self._add_rows(c, update)
 
+    def complete(self, c: Correspondence) -> None:
+        """Adds a parameter of the base, if another parameter of its module is saved completely.
+
+        PEFT needs all parameters of the modules in ``modules_to_save``. In a T5Gemma 2, the modules
+        that embed tokens have two parameters: the embedding, and the input vector for the end of an
+        image.
+
+        Raises:
+          ValueError: if the parameter has an update.
+        """
+        keys = ("params", *c.path)
+        modules = modules_of(c, self._model)
+        incomplete = [
+            module
+            for module in modules
+            if module in self._saved and whole_names(module, c)[0] not in self.tensors
+        ]
+        if not incomplete:
+            return
+        if keys in self._adapted.updates:
+            raise ValueError(
+                f"training.adapters train an update of {'/'.join(c.path)}, but another parameter "
+                f"of the module {incomplete[0]} as a complete array. PEFT can only do one of these "
+                "in a module. Export the model with --to huggingface."
+            )
+        base = traverse_util.flatten_dict(self._read_base())[keys]
+        self._add_whole(c, modules, np.asarray(base))
+
     def _scale_of(self, c: Correspondence) -> np.float32:
         """Returns the factor of a parameter in transformers.
 
@@ -140,7 +171,7 @@ class _Writer:
     def _add_whole(self, c: Correspondence, modules: Sequence[str], array: np.ndarray) -> None:
         """Adds a complete parameter of some modules, given its value in this package."""
         for module in modules:
-            self.tensors[module + WEIGHT] = c.layout.from_ours(array * self._scale_of(c))
+            self.tensors[whole_names(module, c)[0]] = c.layout.from_ours(array * self._scale_of(c))
             self._saved.add(module)
 
     def _add_update(self, c: Correspondence, update: LowRankUpdate) -> None:
@@ -180,14 +211,11 @@ class _Writer:
         entries = self._arrays["params", *c.path, ENTRIES] * self._scale_of(c)
         rows = c.layout.from_ours(entries)
         ids = list(update.tokens)
-        if (
-            c.path == ("embedding",)
-            and self._model.tied
-            and not t5gemma.has_output_norm(self._model)
-        ):
-            # PEFT ties all other modules of a T5 to the shared embedding.
-            self._tokens[SHARED] = ids
-            self.tensors[rows_name(SHARED)] = rows
+        tied = tied_modules(self._model)
+        if c.path == ("embedding",) and self._model.tied and tied is not None:
+            # PEFT ties all other modules to the input embedding.
+            self._tokens[tied.source] = ids
+            self.tensors[rows_name(tied.source)] = rows
             return
 
         for module in modules_of(c, self._model):
