@@ -61,8 +61,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA of PEFT, embeddings": {"target_modules": ["embed_tokens", "lm_head", "v"]},
     "DoRA of PEFT": {"target_modules": "all-linear", "use_dora": True},
     "tokens of PEFT": {"target_modules": ["v"], "trainable_token_indices": [9, 40]},
+    "LoRA of PEFT, T5Gemma 2": {"target_modules": "all-linear"},
+    "DoRA and tokens of PEFT, T5Gemma 2": {
+        "target_modules": "all-linear",
+        "use_dora": True,
+        "trainable_token_indices": [9, 40],
+    },
 }
-"""The options of adapters by their kinds. The base is a T5 1.1."""
+"""The options of adapters by their kinds. See `base_of_adapters` for the bases."""
 
 TEXTS = ["what is it", "a longer text, of two parts"]
 LIBRARY = {"CodeT5": "CodeT5", "Pile-T5": "LLaMA", "T5 with added tokens": "T5"}
@@ -167,9 +173,20 @@ def rows(scratch: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield row(f"encoder of {kind}", folder)
     if importlib.util.find_spec("peft"):
         for kind in ADAPTERS:
-            adapted = adapt(scratch / "T5 1.1, FLAN-T5", kind)
+            base = base_of_adapters(kind)
+            if base not in KINDS:
+                continue
+            adapted = adapt(scratch / base, kind)
             adapted.save_pretrained(scratch / kind)
             yield row(kind, scratch / kind, adapted.base_model.model)
+
+
+def base_of_adapters(kind: str) -> str:
+    """Returns the kind of the base model of adapters: a T5Gemma 2 if the name says so, or T5 1.1.
+
+    The argument `kind` is a name in `ADAPTERS`.
+    """
+    return "T5Gemma 2" if kind.endswith("T5Gemma 2") else "T5 1.1, FLAN-T5"
 
 
 def adapt(base: pathlib.Path, kind: str) -> Any:
