@@ -44,6 +44,7 @@ def with_gradient(
     forward: Callable[[PyTree], tuple[_Output, PyTree]],
     backward: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
     *,
+    reads_inputs: bool = True,
     reads_output: bool = True,
     name: str | None = None,
 ) -> Callable[[PyTree], _Output]:
@@ -56,6 +57,8 @@ def with_gradient(
         arrays that the backward pass needs in addition to the inputs and the output.
       backward: a function that maps ``(inputs, out, residuals, dout)`` to the cotangents. The
         cotangents are a pytree like the inputs, with None for integers and booleans.
+      reads_inputs: whether the backward pass reads the inputs. If `reads_inputs` is false, the
+        inputs are not saved, and `backward` gets None as `inputs`.
       reads_output: whether the backward pass reads the output. If `reads_output` is false, the
         output is not saved, and `backward` gets None as `out`.
       name: the checkpoint name of the output and the residuals for `jax.checkpoint` policies, or
@@ -74,7 +77,8 @@ def with_gradient(
         out, residuals = _opaque(forward, inputs)
         if name is not None:
             out, residuals = checkpoint_name((out, residuals), name)
-        return out, (inputs, out if reads_output else None, residuals)
+        saved = inputs if reads_inputs else None, out if reads_output else None, residuals
+        return out, saved
 
     def backward_pass(saved: PyTree, dout: PyTree) -> tuple[PyTree]:
         """Returns the cotangents of the inputs."""

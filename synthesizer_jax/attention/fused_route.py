@@ -58,6 +58,7 @@ from synthesizer_jax.attention.terms import (
     Static,
     Term,
     Terms,
+    clear_padding,
     cut_diagonals,
     no_log_sum,
     uses_segment_positions,
@@ -100,7 +101,7 @@ def attend_fused(call: Call) -> Output:
     The logits are computed in tiles; see the module's docstring. If `call.returns_log_sums` is
     True, the log sums ``[b, q, h]`` are returned as well.
     """
-    inputs = fused_inputs(call)
+    inputs = _clear_on_tpus(fused_inputs(call), call.q_length)
     options = fused_options(call)
     platform = lowering_platform(jax.default_backend())
 
@@ -213,6 +214,39 @@ def fused_inputs(call: Call) -> FusedInputs:
         tuple(cut_diagonals(term, q, k, query_offset=offset) for term in diagonals),
     )
     return FusedInputs(products, biases, call.values, mask, positions)
+
+
+def _clear_on_tpus(inputs: FusedInputs, q_length: int) -> FusedInputs:
+    """Returns inputs whose padding is zero in programs for TPUs; see `clear_padding`.
+
+    The kernels for TPUs read padding. The padding is cleared here, outside the hand-written
+    gradient, because the backward pass would otherwise clear it again, which costs one more pass
+    over the queries, keys and values. The kernels for GPUs load no padding, and the loop over the
+    examples clears its tiles itself.
+    """
+    queries, keys = inputs.mask.clearing_masks(q_length, inputs.values.shape[1])
+    if queries is None and keys is None:
+        return inputs
+
+    def forward(args: tuple[PyTree, ...]) -> tuple[tuple[Products, jax.Array], tuple[()]]:
+        """Returns the products and the values, and no residuals."""
+        cleared = platform_dependent(
+            *args,
+            default=lambda products, values, queries, keys: (products, values),
+            tpu=clear_padding,
+        )
+        return cleared, ()
+
+    def backward(
+        inputs: None, out: None, residuals: tuple[()], cotangents: tuple[Products, jax.Array]
+    ) -> tuple[PyTree, ...]:
+        """Returns the cotangents, in which padding is zero already."""
+        del inputs, out, residuals
+        return (*cotangents, None, None)
+
+    clear = with_gradient(forward, backward, reads_inputs=False, reads_output=False)
+    products, values = clear((inputs.products, inputs.values, queries, keys))
+    return inputs._replace(products=products, values=values)
 
 
 def obstacle(call: Call) -> str | None:

@@ -88,13 +88,12 @@ def forward(
       q_length: the number of queries.
       query_offset: `Mask.query_offset`, as a static number.
       soft_cap: the argument `soft_cap` of `attend`.
-      inputs: terms, values and mask.
+      inputs: terms, values and mask. The terms and values of padding must be zero, because even a
+        weight of zero multiplied by NaN is NaN.
       interpret: whether to run the kernel in Python, without a TPU.
     """
     batch, k_length, heads, width = inputs.values.shape
-    # Padding may contain NaN, and even a weight of zero multiplied by NaN is NaN, so padding is set
-    # to zero.
-    operands = make_operands(inputs.cleared(q_length), prepare_bias(inputs.biases))
+    operands = make_operands(inputs, prepare_bias(inputs.biases))
     tiling = Tiling(inputs.mask, query_offset, batch, heads, q_length, k_length, soft_cap)
 
     statistic = jax.ShapeDtypeStruct((batch, heads, 1, q_length), jnp.float32)
@@ -238,7 +237,7 @@ def backward(
     batch, k_length, heads, _ = inputs.values.shape
     q_length = dout.shape[1]
     bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
-    operands = make_operands(inputs.cleared(q_length), bias)
+    operands = make_operands(inputs, bias)
     # [b, q, h, 1] → [b, h, 1, q]
     rows = (x.transpose(0, 2, 3, 1) for x in (*stats, delta))
     residuals = _Residuals(heads_first(dout), *rows)

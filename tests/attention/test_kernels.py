@@ -15,6 +15,7 @@ from synthesizer_jax.attention import (
     Mask,
     Static,
     attend,
+    fused_arrays,
     fused_gpu,
     fused_gpu_geometry,
     fused_loop,
@@ -30,7 +31,7 @@ from synthesizer_jax.attention.derivatives import platform_dependent
 from synthesizer_jax.attention.fused_route import softmax_vjp_delta
 from synthesizer_jax.attention.static_conditions import MIN_ROW_SUM, is_separable
 from synthesizer_jax.attention.static_route import static_inputs
-from synthesizer_jax.attention.terms import Call
+from synthesizer_jax.attention.terms import Call, clear_padding
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 
@@ -45,8 +46,9 @@ every = pytest.mark.parametrize("platform", FUSED)
 def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bias=0.0):
     """Returns output, row statistics and cotangents, of the fused kernels and of the loop.
 
-    All padding in the inputs is NaN. The log sums of the rows also have a cotangent, which is
-    subtracted from δ; see `fused_route`.
+    All padding in the inputs is NaN, except for the kernels for TPUs, whose padding the fused route
+    sets to zero. The log sums of the rows also have a cotangent, which is subtracted from δ; see
+    `fused_route`.
     """
     dlog_sums = cases.normal("log sums", BATCH, q, HEADS)[..., None]
     terms, values, g = jax.tree.map(lambda x: x.astype(dtype), cases.problem(names, q, k))
@@ -55,13 +57,13 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bia
     offset = mask.query_offset
     products, values = inputs.products, inputs.values
     ones = jax.tree.map(jnp.ones_like, (products, values))
-    cleared = inputs._replace(products=ones[0], values=ones[1]).cleared(q)
+    marked = inputs._replace(products=ones[0], values=ones[1]).cleared(q)
 
     def poison(one, x):
         """Replaces the padding with NaN."""
         return jnp.where(one == 0, jnp.nan, x)
 
-    products, values = jax.tree.map(poison, (cleared.products, cleared.values), (products, values))
+    products, values = jax.tree.map(poison, (marked.products, marked.values), (products, values))
     inputs = inputs._replace(products=products, values=values)
     kernels = FUSED[platform]
     assert kernels.obstacle(inputs) is None
@@ -77,7 +79,8 @@ def both_ways(platform, names, mask, q, k, dtype=jnp.float32, soft_cap=None, bia
     backward = functools.partial(kernels.backward, offset, soft_cap, interpret=True)
     loop_forward = functools.partial(fused_loop.loop_forward, q, soft_cap=soft_cap)
     loop_backward = functools.partial(fused_loop.loop_backward, soft_cap=soft_cap)
-    return run(forward, backward, inputs), run(loop_forward, loop_backward, inputs)
+    cleared = inputs.cleared(q) if platform == "tpu" else inputs
+    return run(forward, backward, cleared), run(loop_forward, loop_backward, inputs)
 
 
 def check_fused(platform, names, mask, q, k, bound=2e-5, **options):
@@ -319,6 +322,30 @@ def test_tpus_run_the_kernels():
         jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
     )
     assert lowered.as_text().count("tpu_custom_call") == 2
+
+
+def test_padding_is_set_to_zero_once_and_only_for_tpus(monkeypatch):
+    """The kernels for TPUs read padding. The backward pass does not set it to zero again."""
+    calls = []
+
+    def counted(*args):
+        """Counts the calls of `clear_padding`."""
+        calls.append(args)
+        return clear_padding(*args)
+
+    for module in (fused_route, fused_arrays):
+        monkeypatch.setattr(module, "clear_padding", counted)
+    mask = Mask(key_lengths=jnp.array([5, 3, 0])).for_self_attention()
+    x = jax.ShapeDtypeStruct((BATCH, 128, 2, 64), jnp.bfloat16)
+
+    def loss(x):
+        out = attend((low_rank(x, x, token_keys=True),), x, mask=mask, implementation="fused")
+        return out.astype(jnp.float32).sum()
+
+    for platform, count in (("tpu", 1), ("cpu", 0)):
+        calls.clear()
+        jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=(platform,))
+        assert len(calls) == count, platform
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
