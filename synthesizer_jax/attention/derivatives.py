@@ -77,8 +77,9 @@ def with_gradient(
         out, residuals = _opaque(forward, inputs)
         if name is not None:
             out, residuals = checkpoint_name((out, residuals), name)
-        saved = inputs if reads_inputs else None, out if reads_output else None, residuals
-        return out, saved
+        saved_inputs = inputs if reads_inputs else None
+        saved_out = out if reads_output else None
+        return out, (saved_inputs, saved_out, residuals)
 
     def backward_pass(saved: PyTree, dout: PyTree) -> tuple[PyTree]:
         """Returns the cotangents of the inputs."""

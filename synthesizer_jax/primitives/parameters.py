@@ -126,7 +126,9 @@ def explain_no_match(field: str, pattern: str, noun: str, paths: Collection[str]
     """
     hint = did_you_mean(pattern, paths) or f". One of the paths is {min(paths)!r}."
     endings = sorted({"/".join(path.split("/")[-2:]) for path in paths})
-    shown = ", ".join(endings[:MOST_ENDINGS]) + (", …" if len(endings) > MOST_ENDINGS else "")
+    shown = ", ".join(endings[:MOST_ENDINGS])
+    if len(endings) > MOST_ENDINGS:
+        shown += ", …"
     return (
         f"{field}: {pattern!r} matches no {noun}{hint} A pattern must match a whole path. The "
         f"paths end in {shown}."
