@@ -302,7 +302,7 @@ class MergedAttention(Attention):
         Args:
           name: the name of the sown array.
           keys: the keys whose weights are sown.
-          log_share: the logarithm of the sum of the weights, ``[batch, q, heads]``.
+          log_share: the logarithm of the share of these keys in the softmax, ``[batch, q, heads]``.
         """
         weights = attention_weights(
             keys.terms,

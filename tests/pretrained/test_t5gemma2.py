@@ -213,7 +213,7 @@ ROPE = "encoder__text_config__rope_parameters"
         ),
         (
             {ROPE: {"rope_type": "default"}},
-            "rope_parameters must only have settings for full_attention and sliding_attention",
+            "rope_parameters may only have the keys full_attention and sliding_attention",
         ),
         (
             {"decoder__hidden_size": 32},

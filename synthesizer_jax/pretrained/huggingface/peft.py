@@ -185,7 +185,7 @@ class _Matched(NamedTuple):
 class _Matcher:
     """Matches the tensors of a folder of PEFT with the parameters of its base model.
 
-    A matcher is used once, because it remembers which tensors it has matched.
+    Each matcher can be used only once, because it keeps a record of the tensors it has matched.
 
     Args:
       config: the options of the folder.

@@ -213,7 +213,7 @@ def _read_rotary(data: dict[str, Any], path: str) -> dict[str, RotaryFields]:
     given = data.get("rope_parameters") or {}
     if not isinstance(given, dict) or not given.keys() <= {WINDOWED, UNLIMITED}:
         raise ValueError(
-            f"{path}.rope_parameters must only have settings for {UNLIMITED} and {WINDOWED}"
+            f"{path}.rope_parameters may only have the keys {UNLIMITED} and {WINDOWED}"
         )
     found = {}
     for field, kind, old_name, base in (
